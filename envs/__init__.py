@@ -1,0 +1,1 @@
+"""Environments whose states are pytrees of arrays: clones are free and steps batch."""

@@ -1,0 +1,1 @@
+"""TextCraft-Synth: craft items from a recipe graph, alone or by delegation."""

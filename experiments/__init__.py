@@ -1,0 +1,1 @@
+"""Entry points and configuration files of the experiments."""

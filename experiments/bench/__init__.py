@@ -1,0 +1,1 @@
+"""Benchmarks of parts against named peers."""

@@ -1,0 +1,1 @@
+"""Configuration files, one a method and benchmark."""

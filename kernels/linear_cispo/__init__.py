@@ -1,0 +1,1 @@
+"""Log-probs and the CISPO loss straight from hidden states and head weights."""

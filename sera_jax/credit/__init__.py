@@ -1,0 +1,1 @@
+"""Credit assignment: arrays in, arrays out."""

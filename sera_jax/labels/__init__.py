@@ -1,0 +1,1 @@
+"""External labels and the ledger of what they cost."""

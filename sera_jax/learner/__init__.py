@@ -1,0 +1,1 @@
+"""Packing, the update step and checkpoints."""

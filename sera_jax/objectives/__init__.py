@@ -1,0 +1,1 @@
+"""Per-token losses, one small file each."""

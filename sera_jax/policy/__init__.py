@@ -1,0 +1,1 @@
+"""The policy: a Qwen3 transformer as pure functions of a parameter pytree."""

@@ -1,0 +1,1 @@
+"""Trees of agents: the agent loop, launches, counterfactual branches."""

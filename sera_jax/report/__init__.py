@@ -1,0 +1,1 @@
+"""Metrics and plots of a run."""

@@ -1,0 +1,1 @@
+"""Rubrics: written before a child runs, frozen, then used to score it."""
