@@ -9,9 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from jaxtyping import install_import_hook
 
 # Shapes and dtypes in the annotations of algorithm code are checked at run time in tests.
-_HOOK = install_import_hook(
-    ["sera_jax.credit", "sera_jax.objectives", "kernels"], "beartype.beartype"
-)
+_HOOK = install_import_hook(["sera_jax.credit", "sera_jax.objectives", "kernels"], "beartype.beartype")
 
 import jax  # noqa: E402
 
