@@ -86,6 +86,7 @@ class Environment(Protocol):
     """What the agent loop asks of an environment. All texts are host-side strings."""
 
     name: str
+    tools: str  # what a node can do, in words, for rubric writers
 
     def reset(self, task: Any) -> World:
         """The initial world of ``task`` (``sera_jax.types.Task``)."""
@@ -103,8 +104,8 @@ class Environment(Protocol):
         """Applies one reply; see the module docstring. Never raises for what a policy wrote."""
         ...
 
-    def child_report(self, view: NodeView, world: World, message: str, stop: str) -> str:
-        """What the parent reads about a child that ended."""
+    def child_report(self, view: NodeView, child: NodeView, message: str, stop: str) -> str:
+        """What the parent (``view``) reads about a child that ended; may merge the child's tallies."""
         ...
 
     def launch_spans(self, reply: str) -> tuple[tuple[int, int], ...]:
