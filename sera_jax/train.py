@@ -105,9 +105,9 @@ async def train_async(
             run.save()
         while run.version < config.run.steps:
             await step(run)
-            if config.run.eval_every and run.version % config.run.eval_every == 0:
-                await record_evaluation(run)
-            elif run.version == config.run.steps:
+            if (
+                config.run.eval_every and run.version % config.run.eval_every == 0
+            ) or run.version == config.run.steps:
                 await record_evaluation(run)
             if run.version % config.run.checkpoint_every == 0 or run.version == config.run.steps:
                 run.save()
@@ -305,7 +305,6 @@ def start_run(
         parts.model,
         objective or parts.objective,
         optimizer,
-        temperature=config.rollout.temperature,
         micro_rows=config.learner.micro_rows,
     )
     return Run(

@@ -72,9 +72,7 @@ def node_reward(node: Node, config: Config) -> float | None:
     return None if node.score is None else node.score.value
 
 
-def execution_samples(
-    trees: Sequence[Sequence[Tree]], config: Config
-) -> tuple[list[Sample], Metrics]:
+def execution_samples(trees: Sequence[Sequence[Tree]], config: Config) -> tuple[list[Sample], Metrics]:
     """All nodes with a reward; a task whose advantages are all zero is skipped and counted."""
     samples: list[Sample] = []
     counts: collections.Counter[str] = collections.Counter()
@@ -135,9 +133,7 @@ def _homogeneous(root: np.ndarray) -> str:
 # --- delegation --------------------------------------------------------------------------------
 
 
-def delegation_samples(
-    trees: Sequence[Sequence[Tree]], config: Config
-) -> tuple[list[Sample], Metrics]:
+def delegation_samples(trees: Sequence[Sequence[Tree]], config: Config) -> tuple[list[Sample], Metrics]:
     """One sample for each turn that launched, or tried to (reward 0)."""
     samples: list[Sample] = []
     counts: collections.Counter[str] = collections.Counter()
@@ -213,9 +209,7 @@ def event_coverage(tree: Tree, events: Sequence[tuple[Node, int]]) -> np.ndarray
 # --- rubric ------------------------------------------------------------------------------------
 
 
-def rubric_samples(
-    trees: Sequence[Sequence[Tree]], config: Config
-) -> tuple[list[Sample], Metrics]:
+def rubric_samples(trees: Sequence[Sequence[Tree]], config: Config) -> tuple[list[Sample], Metrics]:
     """One sample for each group whose rubric could be ranked."""
     counts: collections.Counter[str] = collections.Counter()
     groups = [
@@ -268,7 +262,9 @@ def group_arrays(tree: Tree, launch: Launch) -> tuple[np.ndarray, np.ndarray, np
     """Scores [B], labels [B] and validity [B] of a group; a branch without either is not valid."""
     nodes = [tree.nodes[i] for i in launch.children]
     scores = [None if node.score is None else node.score.value for node in nodes]
-    valid_B = np.array([s is not None and node.success is not None for s, node in zip(scores, nodes, strict=True)])
+    valid_B = np.array(
+        [s is not None and node.success is not None for s, node in zip(scores, nodes, strict=True)]
+    )
     score_B = np.array([0.0 if s is None else s for s in scores], np.float32)
     label_B = np.array([bool(node.success) for node in nodes])
     return score_B, label_B, valid_B
