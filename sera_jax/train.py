@@ -109,7 +109,7 @@ async def train_async(
                 config.run.eval_every and run.version % config.run.eval_every == 0
             ) or run.version == config.run.steps:
                 await record_evaluation(run)
-            if run.version % config.run.checkpoint_every == 0 or run.version == config.run.steps:
+            if done or run.version % config.run.checkpoint_every == 0:
                 run.save()
     finally:
         run.close()
@@ -332,7 +332,8 @@ def claim_directory(config: Config, workdir: Path) -> None:
         if old["fingerprint"] != config_lib.fingerprint(config):
             changes = "\n  ".join(config_lib.difference(old["config"], settings))
             raise RunMismatchError(
-                f"{workdir} was started with other settings; choose another --workdir, or restore:\n  {changes}"
+                f"{workdir} was started with other settings; choose another --workdir, or restore:\n"
+                f"  {changes}"
             )
     record = {
         "config": settings,

@@ -90,7 +90,7 @@ def execution_samples(trees: Sequence[Sequence[Tree]], config: Config) -> tuple[
                     counts["nodes_without_reward"] += 1
                 elif tree_valid_K[k]:
                     reward_KxN[k, n], valid_KxN[k, n] = reward, True
-        # Padded to powers of two: the number of nodes differs from task to task, compiled shapes should not.
+        # Padded to powers of two: the number of nodes varies, compiled shapes should not.
         pad = ((0, 0), (0, (1 << (num_nodes - 1).bit_length()) - num_nodes))
         advantage_KxN = np.asarray(
             execution_advantage(

@@ -1,0 +1,1 @@
+"""The published TextCraft-Synth records; see LICENSE beside them."""
