@@ -16,6 +16,38 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """What a node is asked to do.
+
+    Attributes:
+      text: The goal as the node reads it.
+      targets: The same, structured and validated, e.g. ``{"c7_i2": 2}``; never re-parsed from ``text``.
+      context: Free words of the parent for the child, may be empty.
+    """
+
+    text: str
+    targets: Mapping[str, int]
+    context: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A root problem.
+
+    Attributes:
+      id: Unique and stable.
+      tier: Difficulty tier, e.g. ``easy``.
+      goal: The root's goal.
+      data: What the environment needs to build the initial state (environment-specific).
+    """
+
+    id: str
+    tier: str
+    goal: Goal
+    data: Any
+
+
 @dataclasses.dataclass
 class World:
     """A mutable holder of one immutable state."""
@@ -32,7 +64,7 @@ class NodeView:
     """What an environment knows of one node.
 
     Attributes:
-      goal: The node's goal (``sera_jax.types.Goal``: ``text``, ``targets``, ``context``).
+      goal: What the node is asked to do.
       depth: 0 at the root.
       max_depth: Nodes at this depth cannot launch.
       max_turns: Turn budget of the node.
@@ -41,7 +73,7 @@ class NodeView:
       memory: Environment-specific scratch that belongs to the node alone.
     """
 
-    goal: Any
+    goal: Goal
     depth: int
     max_depth: int
     max_turns: int
@@ -59,7 +91,7 @@ class NodeView:
 class LaunchRequest:
     """Children that one reply asks for, in call order; the loop answers with one text each."""
 
-    goals: tuple[Any, ...]
+    goals: tuple[Goal, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +120,11 @@ class Environment(Protocol):
     name: str
     tools: str  # what a node can do, in words, for rubric writers
 
-    def reset(self, task: Any) -> World:
-        """The initial world of ``task`` (``sera_jax.types.Task``)."""
+    def reset(self, task: Task) -> World:
+        """The initial world of ``task``."""
         ...
 
-    def open(self, world: World, goal: Any, depth: int, max_depth: int, max_turns: int) -> NodeView:
+    def open(self, world: World, goal: Goal, depth: int, max_depth: int, max_turns: int) -> NodeView:
         """A node's view; its baseline is the world's state now."""
         ...
 

@@ -18,10 +18,33 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
+
+from envs.base import Goal, Task
+
+
+__all__ = [
+    "Completion",
+    "Criterion",
+    "Failure",
+    "Goal",
+    "Launch",
+    "Node",
+    "Purpose",
+    "Role",
+    "Rubric",
+    "RubricRecord",
+    "Sample",
+    "ScoreRecord",
+    "Stage",
+    "StopReason",
+    "Task",
+    "Tree",
+    "Turn",
+    "role_counts",
+]
 
 
 class Stage(enum.StrEnum):
@@ -72,46 +95,6 @@ class Failure(enum.StrEnum):
     TRUNCATED = "truncated"  # the output hit its token limit
     REQUEST = "request"  # the engine or the judge failed
     NO_RUBRIC = "no_rubric"  # nothing to score with
-
-
-@dataclasses.dataclass(frozen=True)
-class Message:
-    """One chat message; ``role`` is ``system``, ``user`` or ``assistant``."""
-
-    role: str
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Goal:
-    """What a node is asked to do.
-
-    Attributes:
-      text: The goal as the node reads it.
-      targets: The same, structured and validated, e.g. ``{"c7_i2": 2}``; never re-parsed from ``text``.
-      context: Free words of the parent for the child, may be empty.
-    """
-
-    text: str
-    targets: Mapping[str, int]
-    context: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """A root problem.
-
-    Attributes:
-      id: Unique and stable.
-      tier: Difficulty tier, e.g. ``easy``.
-      goal: The root's goal.
-      data: What the environment needs to build the initial state (environment-specific).
-    """
-
-    id: str
-    tier: str
-    goal: Goal
-    data: Any
 
 
 @dataclasses.dataclass(frozen=True)
