@@ -24,7 +24,6 @@ import numpy as np
 
 from envs.base import Goal, Task
 
-
 __all__ = [
     "Completion",
     "Criterion",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -86,11 +87,10 @@ def _weighted_draw(rng: random.Random, pool: Sequence[tuple[str, int]], count: i
     remaining, drawn = list(pool), []
     for _ in range(count):
         weights = [1.0 / (distance + 1) for _, distance in remaining]
-        mark, total = rng.random() * sum(weights), 0.0
-        for place, weight in enumerate(weights):
-            total += weight
-            if total >= mark:
-                break
+        mark = rng.random() * sum(weights)
+        totals = itertools.accumulate(weights)
+        # Summed in order and compared with >=: the draw must fall as it did in the released data.
+        place = next((i for i, total in enumerate(totals) if total >= mark), len(remaining) - 1)
         drawn.append(remaining.pop(place)[0])
     return drawn
 

@@ -17,6 +17,9 @@ from jaxtyping import Array, Bool, Int
 
 from envs.textcraft.world import MAX_INGREDIENTS, CraftWorld, RecipeTables
 
+# Larger amounts are cut to this, far beyond any inventory: products stay within int32.
+_MOST = 10**8
+
 
 class Outcome(enum.IntEnum):
     """What became of a craft. All but OK leave the state as it was; the first that applies is given."""
@@ -138,11 +141,10 @@ def make_action(world: CraftWorld, target: str, count: int, ingredients: dict[st
         raise ValueError(f"ingredients: at most {MAX_INGREDIENTS} are expected, got {len(ingredients)}")
     size = len(world.names)
     place, quantity = np.full(MAX_INGREDIENTS, -1, np.int32), np.zeros(MAX_INGREDIENTS, np.int32)
-    limit = np.iinfo(np.int32).max
     for j, (name, amount) in enumerate(ingredients.items()):
-        place[j], quantity[j] = world.index.get(name, size), min(max(amount, -1), limit)
+        place[j], quantity[j] = world.index.get(name, size), min(amount, _MOST)
     return CraftAction(
-        np.int32(world.index.get(target, size)), np.int32(min(max(count, -1), limit)), place, quantity
+        np.int32(world.index.get(target, size)), np.int32(min(count, _MOST)), place, quantity
     )
 
 

@@ -78,6 +78,11 @@ class Qwen3Config:
         if self.remat not in _REMAT:
             raise ValueError(f"remat={self.remat!r}: one of {', '.join(_REMAT)} is expected")
 
+    @property
+    def unrolled(self) -> bool:
+        """Whether all layers are unrolled; the serving layout then holds each layer by itself."""
+        return self.unroll >= self.num_layers
+
 
 def tiny(vocab_size: int, **changes: Any) -> Qwen3Config:
     """About half a million parameters in float32: learns and samples quickly on a CPU."""
@@ -236,7 +241,7 @@ def head(params: Params, cfg: Qwen3Config) -> Float[Array, "V H"]:
 
 
 def rms_norm(x: Float[Array, "*b h"], gain: Float[Array, "h"], eps: float) -> Float[Array, "*b h"]:
-    """x / sqrt(mean(x^2) + eps) * gain, in float32."""
+    """x / sqrt(mean(x^2) + eps) * gain, in float32; the result has the dtype of ``x``."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     gain = gain.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + gain.shape)
@@ -256,66 +261,84 @@ def rope_tables(
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotary positions, half-split layout; x is [..., T, heads, D], the tables [..., T, D/2]."""
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    low, high = jnp.split(x, 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def _fuse(layer: Mapping[str, Array], cfg: Qwen3Config) -> dict[str, Array]:
+    """A layer's weights as they are multiplied: fewer, wider products, in the compute dtype.
+
+    At tiny sizes the number of operations is what costs. Works on one layer and on stacked layers.
+    """
+    join = lambda *names: jnp.concatenate([layer[n].astype(cfg.dtype) for n in names], axis=-1)
+    gain = lambda name, heads: jnp.repeat(layer[name].astype(jnp.float32)[..., None, :], heads, axis=-2)
+    return {
+        "attn_norm": layer["attn_norm"].astype(jnp.float32),
+        "mlp_norm": layer["mlp_norm"].astype(jnp.float32),
+        "qkv": join("q", "k", "v"),
+        # The scale of the attention scores rides on the queries' gain.
+        "qk_norm": jnp.concatenate(
+            [gain("q_norm", cfg.num_heads) / math.sqrt(cfg.head_dim), gain("k_norm", cfg.num_kv_heads)],
+            axis=-2,
+        ),
+        "o": layer["o"].astype(cfg.dtype),
+        "gate_up": join("gate", "up"),
+        "down": layer["down"].astype(cfg.dtype),
+    }
 
 
 def _project(x: Array, layer: Mapping[str, Array], cos: Array, sin: Array, cfg: Qwen3Config):
-    """Queries [..., Q, D], keys and values [..., G, D] of normed inputs, positions applied."""
-    weight = lambda name: layer[name].astype(cfg.dtype)
-    h = rms_norm(x, layer["attn_norm"], cfg.rms_eps)
-    # One product instead of three: at tiny sizes the number of operations is what costs.
-    qkv = h @ jnp.concatenate([weight("q"), weight("k"), weight("v")], axis=-1)
-    heads = qkv.reshape(*x.shape[:-1], cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
-    q, k, v = jnp.split(heads, [cfg.num_heads, cfg.num_heads + cfg.num_kv_heads], axis=-2)
-    q = rotate(rms_norm(q, layer["q_norm"], cfg.rms_eps), cos, sin)
-    k = rotate(rms_norm(k, layer["k_norm"], cfg.rms_eps), cos, sin)
-    return q, k, v
+    """Scaled queries [B, T, Q, D], keys and values [B, T, G, D] of a block's inputs, positions applied."""
+    Q, G, D = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+    qkv = rms_norm(x, layer["attn_norm"], cfg.rms_eps) @ layer["qkv"]
+    qk, v = jnp.split(qkv, [(Q + G) * D], axis=-1)
+    qk = qk.reshape(*x.shape[:-1], Q + G, D).astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(qk), axis=-1, keepdims=True) + cfg.rms_eps)
+    qk = rotate(qk * scale * layer["qk_norm"][None, None], cos, sin).astype(cfg.dtype)
+    q, k = jnp.split(qk, [Q], axis=-2)
+    return q, k, v.reshape(*x.shape[:-1], G, D)
 
 
 def _mlp(x: Array, layer: Mapping[str, Array], cfg: Qwen3Config) -> Array:
     h = rms_norm(x, layer["mlp_norm"], cfg.rms_eps)
-    both = h @ jnp.concatenate([layer["gate"], layer["up"]], axis=-1).astype(cfg.dtype)
-    gate, up = jnp.split(both, 2, axis=-1)
-    return x + (jax.nn.silu(gate) * up) @ layer["down"].astype(cfg.dtype)
+    gate, up = jnp.split(h @ layer["gate_up"], 2, axis=-1)
+    return x + (jax.nn.silu(gate) * up) @ layer["down"]
 
 
 def _attend(q: Array, k: Array, v: Array, mask: Array, cfg: Qwen3Config) -> Array:
-    """Grouped-query attention; q [B, T, Q, D], k, v [B, M, G, D], mask [B, T, M] -> [B, T, Q * D]."""
+    """Grouped-query attention; q [B, T, Q, D], k, v [B, G, M, D], mask [B, T, M] -> [B, T, Q * D]."""
     B, T = q.shape[:2]
-    M, G, D = k.shape[1], cfg.num_kv_heads, cfg.head_dim
+    G, M, D = k.shape[1:]
     group = cfg.num_heads // G
     # Fold the query heads of a group into rows: two plain batched matrix products, no repeated keys.
-    q = q.reshape(B, T, G, group, D).transpose(0, 2, 3, 1, 4).reshape(B, G, group * T, D)
+    q = q.reshape(B, T, G, group, D).transpose(0, 2, 3, 1, 4).reshape(B * G, group * T, D)
+    k, v = k.reshape(B * G, M, D), v.reshape(B * G, M, D)
     scores = jax.lax.dot_general(
-        q,
-        k.transpose(0, 2, 1, 3),
-        (((3,), (3,)), ((0, 1), (0, 1))),
-        preferred_element_type=jnp.float32,
-    ).reshape(B, G, group, T, M) / math.sqrt(D)
+        q, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    ).reshape(B, G, group, T, M)
     scores = jnp.where(mask[:, None, None], scores, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(B, G, group * T, M)
-    out = jax.lax.dot_general(weights, v.transpose(0, 2, 1, 3), (((3,), (2,)), ((0, 1), (0, 1))))
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(B * G, group * T, M)
+    out = jax.lax.dot_general(weights, v, (((2,), (1,)), ((0,), (0,))))
     return out.reshape(B, G, group, T, D).transpose(0, 3, 1, 2, 4).reshape(B, T, G * group * D)
 
 
-_BLOCK = 64  # query rows of one attention block on CPU, where the upper triangle can be skipped
-
-
 def _attend_causal(q: Array, k: Array, v: Array, segment_ids: Array, cfg: Qwen3Config) -> Array:
-    """Causal attention within segments of a row."""
+    """Causal attention within segments of a row; q [R, T, Q, D], k, v [R, T, G, D] -> [R, T, Q * D]."""
     T = q.shape[1]
     if T >= 512 and jax.default_backend() in ("gpu", "tpu"):
         mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-        out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+        out = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, scale=1.0)
         return out.reshape(*out.shape[:2], -1)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    # Blocks of query rows skip the keys to their right; at most 8, to keep the program small.
+    step = max(64, -(-T // 8))
     outputs = []
-    for low in range(0, T, _BLOCK):
-        high = min(low + _BLOCK, T)
+    for low in range(0, T, step):
+        high = min(low + step, T)
         causal = jnp.arange(low, high)[None, :, None] >= jnp.arange(high)[None, None, :]
         same = segment_ids[:, low:high, None] == segment_ids[:, None, :high]
-        outputs.append(_attend(q[:, low:high], k[:, :high], v[:, :high], causal & same, cfg))
+        outputs.append(_attend(q[:, low:high], k[:, :, :high], v[:, :, :high], causal & same, cfg))
     return jnp.concatenate(outputs, axis=1)
 
 
@@ -340,9 +363,9 @@ def forward(
     cos, sin = rope_tables(positions_RxT, cfg)
 
     def block(x, layer):
+        layer = _fuse(layer, cfg)
         q, k, v = _project(x, layer, cos, sin, cfg)
-        attended = _attend_causal(q, k, v, segment_ids_RxT, cfg)
-        x = x + attended @ layer["o"].astype(cfg.dtype)
+        x = x + _attend_causal(q, k, v, segment_ids_RxT, cfg) @ layer["o"]
         return _mlp(x, layer, cfg), None
 
     if cfg.remat != "none":
@@ -352,20 +375,48 @@ def forward(
     return rms_norm(x, params["norm"], cfg.rms_eps)
 
 
-# --- cache -------------------------------------------------------------------------------------
+# --- serving -----------------------------------------------------------------------------------
 
 
 class KVCache(NamedTuple):
-    """Keys and values, [L, S, M, G, D] in the compute dtype, one slot a sequence."""
+    """Keys and values in the compute dtype, one slot a sequence.
 
-    k: Array
-    v: Array
+    Each is [L, S, G, M, D], heads before positions so that attention multiplies them as they lie; or,
+    where the layers are unrolled, a tuple of L arrays [S, G, M, D], which are updated in place.
+    """
+
+    k: Any
+    v: Any
 
 
 def make_cache(cfg: Qwen3Config, slots: int, length: int) -> KVCache:
     """An empty cache."""
-    shape = (cfg.num_layers, slots, length, cfg.num_kv_heads, cfg.head_dim)
-    return KVCache(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
+    shape = (slots, cfg.num_kv_heads, length, cfg.head_dim)
+
+    def zeros():
+        if cfg.unrolled:
+            return tuple(jnp.zeros(shape, cfg.dtype) for _ in range(cfg.num_layers))
+        return jnp.zeros((cfg.num_layers, *shape), cfg.dtype)
+
+    return KVCache(zeros(), zeros())
+
+
+def serving_params(params: Params, cfg: Qwen3Config) -> Params:
+    """Weights laid out for :func:`extend`: cast and fused once instead of at every token."""
+    layers = params["layers"]
+    if _is_serving(params):
+        return params
+    if cfg.unrolled:
+        each = [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(cfg.num_layers)]
+        fused: Any = tuple(_fuse(layer, cfg) for layer in each)
+    else:
+        fused = _fuse(layers, cfg)
+    tables = {n: params[n].astype(cfg.dtype) for n in ("embed", "head") if n in params}
+    return {**tables, "norm": params["norm"].astype(jnp.float32), "layers": fused}
+
+
+def _is_serving(params: Params) -> bool:
+    return isinstance(params["layers"], tuple) or "qkv" in params["layers"]
 
 
 def extend(
@@ -381,12 +432,22 @@ def extend(
     Tokens go to positions ``start .. start + length - 1`` and attend to everything before them. A slot
     of length 0 keeps its cache, and its hidden state is meaningless.
 
+    Args:
+      params: As trained, or as :func:`serving_params` lays them out, which is faster.
+      cfg: Sizes.
+      cache: See :func:`make_cache`.
+      token_ids_SxC: New tokens, from the left; what follows ``length`` is ignored.
+      start_S: Tokens already in each slot.
+      length_S: New tokens of each slot; ``start + length`` may not exceed the cache's length, because
+        what would lie behind its end is dropped.
+
     Returns:
       The hidden state of each slot's last new token, after the final norm, and the cache.
     """
     S, C = token_ids_SxC.shape
-    M = cache.k.shape[2]
     chex.assert_shape([start_S, length_S], (S,))
+    params = serving_params(params, cfg)
+    M = jax.tree.leaves(cache)[0].shape[-2]
     offset_C = jnp.arange(C)
     positions_SxC = start_S[:, None] + offset_C[None]
     new_SxC = offset_C[None] < length_S[:, None]
@@ -394,20 +455,25 @@ def extend(
     write_SxC = jnp.where(new_SxC, positions_SxC, M)
     mask_SxCxM = jnp.arange(M)[None, None] <= positions_SxC[..., None]
     cos, sin = rope_tables(positions_SxC, cfg)
-    slot_S = jnp.arange(S)[:, None]
+    slot_Sx1 = jnp.arange(S)[:, None]
 
     def block(x, scanned):
         layer, k_cache, v_cache = scanned
         q, k, v = _project(x, layer, cos, sin, cfg)
-        k_cache = k_cache.at[slot_S, write_SxC].set(k, mode="drop")
-        v_cache = v_cache.at[slot_S, write_SxC].set(v, mode="drop")
-        x = x + _attend(q, k_cache, v_cache, mask_SxCxM, cfg) @ layer["o"].astype(cfg.dtype)
+        k_cache = k_cache.at[slot_Sx1, :, write_SxC].set(k, mode="drop")
+        v_cache = v_cache.at[slot_Sx1, :, write_SxC].set(v, mode="drop")
+        x = x + _attend(q, k_cache, v_cache, mask_SxCxM, cfg) @ layer["o"]
         return _mlp(x, layer, cfg), (k_cache, v_cache)
 
-    x = params["embed"][token_ids_SxC].astype(cfg.dtype)
-    x, (k, v) = jax.lax.scan(
-        block, x, (params["layers"], cache.k, cache.v), unroll=min(cfg.unroll, cfg.num_layers)
-    )
+    x = params["embed"][token_ids_SxC]
+    if cfg.unrolled:
+        written = []
+        for scanned in zip(params["layers"], cache.k, cache.v, strict=True):
+            x, pair = block(x, scanned)
+            written.append(pair)
+        k, v = zip(*written, strict=True)
+    else:
+        x, (k, v) = jax.lax.scan(block, x, (params["layers"], cache.k, cache.v), unroll=cfg.unroll)
     last_S = jnp.maximum(length_S - 1, 0)
     x = jnp.take_along_axis(x, last_S[:, None, None], axis=1)[:, 0]
     return rms_norm(x, params["norm"], cfg.rms_eps), KVCache(k, v)
