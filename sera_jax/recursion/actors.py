@@ -13,7 +13,7 @@ from typing import Protocol
 
 from envs.base import NodeView, World
 from sera_jax.rollout.engine import Engine, Request, SamplingParams, derive_key
-from sera_jax.rubric.codec import ScorerContext, WriterContext
+from sera_jax.rubric.contexts import ScorerContext, WriterContext
 from sera_jax.types import Completion, Purpose
 
 

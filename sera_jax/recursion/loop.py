@@ -29,9 +29,9 @@ from sera_jax.policy.tokenizer import Tokenizer
 from sera_jax.recursion.actors import Actor, Call
 from sera_jax.recursion.counterfactual import ForkBudget
 from sera_jax.rollout.engine import SamplingParams
-from sera_jax.rubric.codec import RubricCodec, ScorerContext, WriterContext
-from sera_jax.rubric.compact import RubricError, ScoreError
-from sera_jax.rubric.schema import rubric_hash
+from sera_jax.rubric.codec import RubricCodec
+from sera_jax.rubric.contexts import ScorerContext, WriterContext
+from sera_jax.rubric.schema import RubricError, ScoreError, rubric_hash
 from sera_jax.rubric.score import score_value
 from sera_jax.types import (
     Completion,
