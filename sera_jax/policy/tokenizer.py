@@ -1,0 +1,157 @@
+"""Tokenizers: Hugging Face directories, and small word-level ones for tiny policies.
+
+Text is only ever encoded once, when it is first seen; what a policy sampled stays as the ids that it
+sampled (see :mod:`sera_jax.policy.rendering`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+_UNKNOWN = "<unk>"
+_REPLACEMENT = "\ufffd"
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be used, or a text that it cannot hold; the message names it."""
+
+
+class Tokenizer:
+    """A ``tokenizers`` tokenizer with Qwen3's chat tokens.
+
+    Args:
+      backend: The tokenizer; it must hold ``<|endoftext|>``, ``<|im_start|>`` and ``<|im_end|>``.
+
+    Raises:
+      TokenizerError: A chat token is missing.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        # Control tokens are placed by the renderer alone: spelled out in a text they are plain text.
+        backend.encode_special_tokens = True
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self._is_words = isinstance(backend.model, models.WordPiece)
+        ids = {name: backend.token_to_id(name) for name in (END_OF_TEXT, IM_START, IM_END)}
+        missing = [name for name, token in ids.items() if token is None]
+        if missing:
+            raise TokenizerError(f"the tokenizer lacks {', '.join(missing)}")
+        self.pad_id: int = ids[END_OF_TEXT]
+        self.im_start: int = ids[IM_START]
+        self.im_end: int = ids[IM_END]
+        # Qwen3's generation config ends at either.
+        self.stop_ids: tuple[int, ...] = (self.im_end, self.pad_id)
+        self._unknown = backend.token_to_id(_UNKNOWN)
+        added = backend.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> Tokenizer:
+        """Reads ``tokenizer.json`` of a Hugging Face directory.
+
+        Raises:
+          TokenizerError: The file is missing or lacks a chat token.
+        """
+        path = Path(directory) / "tokenizer.json"
+        if not path.exists():
+            raise TokenizerError(f"{path} does not exist")
+        return cls(tokenizers.Tokenizer.from_file(str(path)))
+
+    def save(self, directory: str | Path) -> None:
+        """Writes ``tokenizer.json`` and ``tokenizer_config.json``."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(directory / "tokenizer.json"))
+        config = {"eos_token": IM_END, "pad_token": END_OF_TEXT}
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+    def encode(self, text: str, strict: bool = False) -> list[int]:
+        """Ids of a plain text; control tokens spelled in it stay text.
+
+        Args:
+          text: Any text.
+          strict: Raise for a word outside a word-level vocabulary instead of using ``<unk>``.
+
+        Raises:
+          TokenizerError: ``strict`` and an unknown word, which the message names.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        if strict and self._unknown is not None and self._unknown in encoding.ids:
+            low, high = encoding.offsets[encoding.ids.index(self._unknown)]
+            raise TokenizerError(f"{text[low:high]!r} is not in the vocabulary")
+        return encoding.ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        """The text of ids.
+
+        Ids beyond the tokenizer, which a model with padded vocabulary rows can sample, have no text.
+        With ``skip_special`` only tokens flagged special go: added marks such as ``<think>`` stay.
+        """
+        kept = [i for i in ids if 0 <= i < self.vocab_size and not (skip_special and i in self._special)]
+        return self._backend.decode(kept, skip_special_tokens=False)
+
+    def decoded_length(self, ids: Sequence[int]) -> int:
+        """Characters of the decoded ids; a character that is cut at the end does not count."""
+        text = self.decode(ids)
+        return len(text.rstrip(_REPLACEMENT)) if not self._is_words else len(text)
+
+    def char_span_to_token_span(self, ids: Sequence[int], start: int, end: int) -> tuple[int, int]:
+        """Tokens [low, high) that write the characters [start, end) of the decoded ids.
+
+        With b(c) = the smallest number of tokens whose decoded prefix has at least c characters:
+        low = max(0, b(start + 1) - 1), high = min(len, max(low + 1, b(end))). A token that straddles a
+        boundary is included (SERA, arXiv 2610.04902, launch spans).
+        """
+        ids = list(ids)
+
+        def boundary(characters: int) -> int:
+            low, high = 0, len(ids)
+            while low < high:
+                middle = (low + high) // 2
+                if self.decoded_length(ids[:middle]) >= characters:
+                    high = middle
+                else:
+                    low = middle + 1
+            return low
+
+        low = max(0, boundary(start + 1) - 1)
+        return low, min(len(ids), max(low + 1, boundary(end)))
+
+
+def word_tokenizer(words: Sequence[str], max_number: int = 99) -> Tokenizer:
+    """A word-level tokenizer from an environment's own vocabulary.
+
+    Words between spaces are one token each, and so are the integers 0 to ``max_number``; a larger
+    integer is spelled with ``##`` pieces of one digit, which decode without a gap. Ids: ``<unk>``, the
+    integers, the pieces, the words in the given order, then the chat tokens. Those are not part of the
+    model's own vocabulary, so that no text can spell them.
+
+    Raises:
+      TokenizerError: A word twice, with a space, or one that is a number or a control token.
+    """
+    specials = [END_OF_TEXT, IM_START, IM_END]
+    numbers = [str(n) for n in range(max_number + 1)] + [f"##{digit}" for digit in range(10)]
+    seen = {*specials, *numbers, _UNKNOWN}
+    for word in words:
+        if not word or word.split() != [word] or word.startswith("##"):
+            raise TokenizerError(f"word {word!r}: words without spaces are expected")
+        if word in seen:
+            raise TokenizerError(f"word {word!r} is there twice, or is a number or a control token")
+        seen.add(word)
+    vocabulary = {word: i for i, word in enumerate([_UNKNOWN, *numbers, *words])}
+    backend = tokenizers.Tokenizer(
+        models.WordPiece(vocabulary, unk_token=_UNKNOWN, max_input_chars_per_word=100)
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    backend.add_special_tokens(specials)
+    return Tokenizer(backend)
