@@ -156,7 +156,8 @@ class LocalEngine:
             raise EngineError("ids: an empty prompt has nothing to continue")
         if len(ids) >= self._context_length:
             raise EngineError(
-                f"ids: a prompt of {len(ids)} tokens leaves no room in context_length={self._context_length}"
+                f"ids: a prompt of {len(ids)} tokens leaves no room in "
+                f"context_length={self._context_length}"
             )
         if min(ids) < 0 or max(ids) >= self._cfg.vocab_size:
             bad = next(i for i in ids if not 0 <= i < self._cfg.vocab_size)

@@ -1,0 +1,136 @@
+"""What a run came to, and what a run would be, as tables in a terminal."""
+
+from __future__ import annotations
+
+import collections
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from sera_jax import config as config_lib
+from sera_jax.build import build
+from sera_jax.config import Config
+from sera_jax.policy import qwen3
+from sera_jax.report.metrics import read_metrics
+from sera_jax.schedule import Schedule
+
+
+def print_summary(workdir: Path, console: Console) -> None:
+    """Evaluation before and after, what each stage did, and where everything is."""
+    rows = read_metrics(workdir / "metrics.jsonl")
+    console.print(_evaluations(rows))
+    console.print(_stages(rows))
+    ledger = json.loads((workdir / "ledger.json").read_text())
+    verifier: collections.Counter[str] = collections.Counter()
+    for key, count in ledger.items():
+        source, stage, purpose, field = key.split("/")
+        if source == "verifier" and field == "calls":
+            verifier[f"{purpose} ({stage})"] += count
+    console.print(
+        "Verifier calls: " + ", ".join(f"{n} {name}" for name, n in sorted(verifier.items())),
+        highlight=False,
+    )
+    console.print(
+        f"Curves: {workdir / 'curves.png'}   metrics: {workdir / 'metrics.jsonl'}   trees: "
+        f"{workdir / 'trees'}   checkpoints: {workdir / 'checkpoints'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+_EVALUATED = (
+    ("root success", "success"),
+    ("verified child success", "env/child_success"),
+    ("mean score", "judge/score"),
+    ("score minus verified success", "judge/score_minus_verified"),
+    ("scorer right on succeeded children", "judge/scorer_right_succeeded"),
+    ("scorer right on failed children", "judge/scorer_right_failed"),
+    ("score agrees with success, succeeded", "judge/accuracy_succeeded"),
+    ("score agrees with success, failed", "judge/accuracy_failed"),
+)
+
+
+def _evaluations(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Held-out tasks, greedy, one tree each", title_justify="left")
+    table.add_column("")
+    kinds = list(dict.fromkeys(row["kind"] for row in rows if row["kind"].startswith("eval/")))
+    ends = {}
+    for kind in kinds:
+        mine = [row for row in rows if row["kind"] == kind]
+        ends[kind] = (mine[0], mine[-1])
+        name = kind.removeprefix("eval/").replace("_", " ")
+        table.add_column(f"{name}\nafter {mine[0]['version']} updates", justify="right")
+        table.add_column(f"{name}\nafter {mine[-1]['version']}", justify="right")
+    for label, key in _EVALUATED:
+        cells = [_number(row.get(key)) for kind in kinds for row in ends[kind]]
+        if any(cells):
+            table.add_row(label, *cells)
+    return table
+
+
+def _stages(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Stages", title_justify="left")
+    columns = (
+        ("updates", None, np.size),
+        ("with trained tokens", "learner/trained_tokens", np.count_nonzero),
+        ("trained tokens", "learner/trained_tokens", np.sum),
+        ("samples", "credit/samples", np.sum),
+        ("mean grad norm", "learner/grad_norm", np.mean),
+        ("largest log-prob gap", "learner/logprob_gap_max", np.max),
+        ("seconds a step", "seconds/total", np.mean),
+    )
+    table.add_column("stage")
+    for label, _, _ in columns:
+        table.add_column(label, justify="right")
+    train = [row for row in rows if row["kind"] == "train"]
+    for stage in dict.fromkeys(row["stage"] for row in train):
+        mine = [row for row in train if row["stage"] == stage]
+        cells = []
+        for _, key, reduce in columns:
+            values = [row[key or "version"] for row in mine if row.get(key or "version") is not None]
+            cells.append(_number(float(reduce(values))) if values else "")
+        table.add_row(stage, *cells)
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    if value == int(value) and abs(value) >= 2:
+        return f"{int(value):,}"
+    return f"{value:.3f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
+
+
+def dry_run(config: Config, workdir: Path, console: Console) -> None:
+    """Builds all parts but the weights, prints the arithmetic, and writes the resolved config."""
+    parts = build(config)
+    rollout, model = config.rollout, parts.model
+    schedule = Schedule.parse(config.schedule)
+    counts = ", ".join(f"{n} {stage}" for stage, n in schedule.counts(config.run.steps).items())
+    parameters = qwen3.parameter_count(model)
+    cache = 2 * model.num_layers * rollout.slots * rollout.context_length
+    cache *= model.num_kv_heads * model.head_dim * np.dtype(model.dtype).itemsize
+    table = Table(
+        title=f"{config.name}, fingerprint {config_lib.fingerprint(config)}", title_justify="left"
+    )
+    table.add_column("what")
+    table.add_column("how much", justify="right")
+    for label, value in (
+        ("updates", f"{config.run.steps:,} ({counts})"),
+        ("trees a step", f"{rollout.tasks_per_step} tasks x {rollout.group_size} trees"),
+        ("parameters", f"{parameters:,}"),
+        ("weights, gradients and two moments, float32", f"{16 * parameters / 2**30:.2f} GiB"),
+        ("serving copy of the weights", f"{np.dtype(model.dtype).itemsize * parameters / 2**30:.2f} GiB"),
+        ("engine cache", f"{cache / 2**30:.2f} GiB ({rollout.slots} slots x {rollout.context_length})"),
+        ("tokens of a micro-batch", f"{config.learner.micro_rows * config.learner.row_length:,}"),
+    ):
+        table.add_row(label, value)
+    console.print(table)
+    workdir.mkdir(parents=True, exist_ok=True)
+    path = workdir / "config.dry_run.json"
+    path.write_text(json.dumps(config_lib.as_dict(config), indent=1) + "\n")
+    console.print(f"Resolved settings: {path}", highlight=False)
