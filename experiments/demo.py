@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from absl import app, flags
+from absl import app, flags, logging
 from rich.console import Console
 
 from experiments.configs import textcraft_sera
@@ -26,6 +26,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the run.", lower_bound=0)
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
+    logging.set_verbosity(logging.ERROR)  # orbax narrates every save
     console = Console()
     config = dataclasses.replace(textcraft_sera.make("tiny"), seed=_SEED.value)
     validate(config)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 from rich.console import Console
 
@@ -30,6 +30,7 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check and print what the run wou
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
+    logging.set_verbosity(logging.ERROR)  # orbax narrates every save
     console = Console()
     try:
         config = config_lib.from_config_dict(_CONFIG.value)

@@ -98,16 +98,15 @@ async def train_async(
     progress: Progress | None = None,
 ) -> TrainState:
     """:func:`train` for a caller that already has an event loop, such as a notebook."""
-    run = start_run(config, Path(workdir), objective, schedule, progress or Progress.silent())
+    run = await start_run(config, Path(workdir), objective, schedule, progress or Progress.silent())
     try:
         if run.is_new:
             await record_evaluation(run)
             run.save()
         while run.version < config.run.steps:
             await step(run)
-            if (
-                config.run.eval_every and run.version % config.run.eval_every == 0
-            ) or run.version == config.run.steps:
+            done = run.version == config.run.steps
+            if done or (config.run.eval_every and run.version % config.run.eval_every == 0):
                 await record_evaluation(run)
             if done or run.version % config.run.checkpoint_every == 0:
                 run.save()
@@ -266,7 +265,7 @@ class Run:
         self.progress.close()
 
 
-def start_run(
+async def start_run(
     config: Config,
     workdir: Path,
     objective: Objective | None,
@@ -285,7 +284,7 @@ def start_run(
     is_new = checkpointer.latest() is None
     if is_new:
         if config.warm_start.steps:
-            params = warm_start(config, parts, params, progress, workdir)
+            params = await warm_start(config, parts, params, progress, workdir)
             state = TrainState.create(params, optimizer)
     else:
         state, host = checkpointer.restore(jax.eval_shape(lambda: state))

@@ -38,10 +38,10 @@ from sera_jax.types import Completion, Purpose, Role, Sample, Stage, Task, Tree
 _BLOCK = 400  # samples that are packed together: packing looks at every open row
 
 
-def warm_start(config: Config, parts: Parts, params: Any, progress: Progress, workdir: Path) -> Any:
+async def warm_start(config: Config, parts: Parts, params: Any, progress: Progress, workdir: Path) -> Any:
     """Trains ``params`` on demonstrations for ``config.warm_start.steps`` steps and returns the result."""
     settings = config.warm_start
-    samples = demonstrations(config, parts, progress)
+    samples = await demonstrations(config, parts, progress)
     rows = _pack_all(samples, config)
     optimizer = make_optimizer(
         learning_rate=settings.learning_rate,
@@ -77,7 +77,7 @@ def _pack_all(samples: list[Sample], config: Config) -> Rows:
     return jax.tree.map(lambda *x: np.concatenate(x), *blocks)
 
 
-def demonstrations(config: Config, parts: Parts, progress: Progress) -> list[Sample]:
+async def demonstrations(config: Config, parts: Parts, progress: Progress) -> list[Sample]:
     """Supervised samples of every role from ``config.warm_start.trees`` scripted trees."""
     settings = config.warm_start
     spec = dataclasses.replace(
@@ -87,29 +87,16 @@ def demonstrations(config: Config, parts: Parts, progress: Progress) -> list[Sam
     progress.phase("demonstrations", settings.trees)
     samples: list[Sample] = []
 
-    async def play() -> None:
-        for number in range(settings.trees):
-            task = demonstration_task(parts, number, config.seed)
-            actor = demonstrator(config, parts, number)
-            tree = await TreeRunner(tools, actor, spec).run(task, number, version=-1)
-            if tree.error:
-                raise RuntimeError(f"a scripted tree failed: {tree.error}")
-            samples.extend(tree_samples(tree))
-            samples.extend(extra_scores(tree, parts, settings.scorer_examples, number, config.seed))
-            progress.advance(f"{len(samples)} samples")
-
-    _run(play())
+    for number in range(settings.trees):
+        task = demonstration_task(parts, number, config.seed)
+        actor = demonstrator(config, parts, number)
+        tree = await TreeRunner(tools, actor, spec).run(task, number, version=-1)
+        if tree.error:
+            raise RuntimeError(f"a scripted tree failed: {tree.error}")
+        samples.extend(tree_samples(tree))
+        samples.extend(extra_scores(tree, parts, settings.scorer_examples, number, config.seed))
+        progress.advance(f"{len(samples)} samples")
     return samples
-
-
-def _run(coroutine: Any) -> None:
-    """Runs a coroutine that waits for nothing outside, also below a running loop."""
-    try:
-        coroutine.send(None)
-        while True:
-            coroutine.send(None)
-    except StopIteration:
-        return
 
 
 def demonstration_task(parts: Parts, number: int, seed: int) -> Task:

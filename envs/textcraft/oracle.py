@@ -231,9 +231,7 @@ class OracleAgent:
         return probability > 0 and self._rng.random() < probability
 
 
-def write_rubric(
-    targets: Mapping[str, int], max_turns: int, rng: random.Random, good: float
-) -> str:
+def write_rubric(targets: Mapping[str, int], max_turns: int, rng: random.Random, good: float) -> str:
     """A compact rubric for a goal; with probability ``good`` it asks for the right amount.
 
     The others are what a careless judge writes: they ignore the amount, believe what is said, or weigh

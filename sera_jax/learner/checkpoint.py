@@ -5,7 +5,6 @@ A step is whole when orbax has finalized its directory; what a kill leaves behin
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-
-logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save
 
 
 class CheckpointError(RuntimeError):

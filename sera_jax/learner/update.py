@@ -143,7 +143,7 @@ def make_update(
         )
 
     accumulate = jax.jit(accumulate, donate_argnums=(1,))
-    apply = jax.jit(apply, donate_argnums=(0, 1))
+    apply = jax.jit(apply, donate_argnums=(0,))
     zeros = jax.jit(lambda p: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), p))
 
     def update(state: TrainState, rows: Rows) -> tuple[TrainState, dict[str, float]]:
