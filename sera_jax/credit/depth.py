@@ -8,7 +8,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def depth_weights(
-    depth_S: Int[Array, "S"], starts_S: Bool[Array, "S"], num_depths: int
+    depth_S: Int[Array, "S"],
+    starts_S: Bool[Array, "S"],
+    num_depths: int,
+    valid_S: Bool[Array, "S"] | None = None,
 ) -> Float[Array, "S"]:
     """Weight of each sample of a batch (SERA, arXiv 2610.04902):
 
@@ -24,13 +27,16 @@ def depth_weights(
       depth_S: Depth of each sample, in [0, num_depths).
       starts_S: Whether the sample is the first of its trajectory.
       num_depths: Number of depth levels.
+      valid_S: Samples that exist; None: all. Others get weight 0.
     """
     chex.assert_rank([depth_S, starts_S], 1)
     chex.assert_equal_shape([depth_S, starts_S])
-    samples_D = jnp.zeros(num_depths, jnp.float32).at[depth_S].add(1.0)
-    starts_D = jnp.zeros(num_depths, jnp.float32).at[depth_S].add(starts_S.astype(jnp.float32))
+    valid_S = jnp.ones(depth_S.shape, bool) if valid_S is None else valid_S
+    chex.assert_equal_shape([valid_S, depth_S])
+    count = lambda which_S: jnp.zeros(num_depths, jnp.float32).at[depth_S].add(which_S * 1.0)
+    samples_D, starts_D = count(valid_S), count(valid_S & starts_S)
     share_D = jnp.where(starts_D > 0, samples_D / jnp.maximum(starts_D, 1), 0.0)
     # The sum runs over depths that can be weighted; all of them, when every trajectory has its start.
-    scale = depth_S.shape[0] / jnp.maximum(share_D.sum(), 1e-9)
+    scale = samples_D.sum() / jnp.maximum(share_D.sum(), 1e-9)
     weight_D = jnp.where(starts_D > 0, scale / jnp.maximum(starts_D, 1), 0.0)
-    return weight_D[depth_S]
+    return jnp.where(valid_S, weight_D[depth_S], 0.0)

@@ -35,6 +35,7 @@ def leaf_coverage(
     """
     chex.assert_rank([parent_N, event_N, valid_N], 1)
     chex.assert_equal_shape([parent_N, event_N, valid_N])
+    parent_N, event_N = jnp.asarray(parent_N), jnp.asarray(event_N)
     N = parent_N.shape[0]
     # -1 would wrap around to the last node; only valid non-root nodes mark their parent.
     non_root_N = valid_N & (parent_N >= 0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from sera_jax.config import Config
@@ -29,6 +30,21 @@ from sera_jax.credit.roles import trained_mask
 from sera_jax.types import Completion, Launch, Node, Role, Sample, Stage, Tree
 
 Metrics = dict[str, float]
+
+# Compiled once a shape; the arrays below are padded to powers of two, so there are few shapes.
+_execution_advantage = jax.jit(execution_advantage, static_argnames="baseline")
+_leaf_coverage = jax.jit(leaf_coverage, static_argnames="num_events")
+_delegation_advantage = jax.jit(delegation_advantage)
+_ranking_reward = jax.jit(ranking_reward)
+_rank_disc_reward = jax.jit(rank_disc_reward)
+_ranking_diagnostics = jax.jit(ranking_diagnostics)
+_rubric_advantage = jax.jit(rubric_advantage, static_argnames="scope")
+_depth_weights = jax.jit(depth_weights, static_argnames="num_depths")
+
+
+def _capacity(size: int) -> int:
+    """The next power of two."""
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def assign_credit(
@@ -51,9 +67,13 @@ def apply_depth_weights(samples: Sequence[Sample]) -> None:
     """Multiplies each advantage by the weight of its depth, in place."""
     if not samples:
         return
-    depth_S = np.array([sample.depth for sample in samples], np.int32)
-    starts_S = np.array([sample.starts_trajectory for sample in samples])
-    weight_S = np.asarray(depth_weights(depth_S, starts_S, num_depths=int(depth_S.max()) + 1))
+    size = len(samples)
+    pad = (0, _capacity(size) - size)
+    depth_S = np.pad(np.array([sample.depth for sample in samples], np.int32), pad)
+    starts_S = np.pad(np.array([sample.starts_trajectory for sample in samples]), pad)
+    # A depth limit of 8 is the most that a configuration allows.
+    weight_S = _depth_weights(depth_S, starts_S, num_depths=10, valid_S=np.arange(len(depth_S)) < size)
+    weight_S = np.asarray(weight_S)[:size]
     for sample, weight in zip(samples, weight_S, strict=True):
         sample.advantage = (sample.advantage * weight).astype(np.float32)
 
@@ -91,9 +111,9 @@ def execution_samples(trees: Sequence[Sequence[Tree]], config: Config) -> tuple[
                 elif tree_valid_K[k]:
                     reward_KxN[k, n], valid_KxN[k, n] = reward, True
         # Padded to powers of two: the number of nodes varies, compiled shapes should not.
-        pad = ((0, 0), (0, (1 << (num_nodes - 1).bit_length()) - num_nodes))
+        pad = ((0, 0), (0, _capacity(num_nodes) - num_nodes))
         advantage_KxN = np.asarray(
-            execution_advantage(
+            _execution_advantage(
                 np.pad(reward_KxN, pad),
                 root_K,
                 np.pad(valid_KxN, pad),
@@ -149,7 +169,7 @@ def delegation_samples(trees: Sequence[Sequence[Tree]], config: Config) -> tuple
         if width == 0:
             counts["tasks_without_events"] += 1
             continue
-        width = 1 << (width - 1).bit_length()
+        width = _capacity(width)
         reward_KxE = np.zeros((len(group), width), np.float32)
         valid_KxE = np.zeros((len(group), width), bool)
         tree_valid_K = np.array([not tree.error for tree in group])
@@ -158,7 +178,7 @@ def delegation_samples(trees: Sequence[Sequence[Tree]], config: Config) -> tuple
                 continue
             valid_KxE[k, : len(tree_events)] = True
             reward_KxE[k, : len(tree_events)] = float(tree.success) * event_coverage(tree, tree_events)
-        advantage_KxE = np.asarray(delegation_advantage(reward_KxE, valid_KxE, tree_valid_K))
+        advantage_KxE = np.asarray(_delegation_advantage(reward_KxE, valid_KxE, tree_valid_K))
         if not np.any(advantage_KxE[valid_KxE]):
             counts["tasks_tied"] += 1
             continue
@@ -194,15 +214,14 @@ def _events(tree: Tree) -> list[tuple[Node, int]]:
 def event_coverage(tree: Tree, events: Sequence[tuple[Node, int]]) -> np.ndarray:
     """Share of the tree's leaves below each event's children, float32 [E]."""
     number = {(node.id, turn): e for e, (node, turn) in enumerate(events)}
-    size = 1 << (len(tree.nodes) - 1).bit_length()
+    size = _capacity(len(tree.nodes))
     parent_N, event_N = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
     valid_N = np.arange(size) < len(tree.nodes)
     for node in tree.nodes[1:]:
         parent_N[node.id] = node.parent
         launch = tree.launches[node.launch]
         event_N[node.id] = number.get((launch.parent, launch.turn), -1)
-    capacity = max(1, 1 << (len(events) - 1).bit_length())
-    coverage = leaf_coverage(parent_N, event_N, valid_N, num_events=capacity)
+    coverage = _leaf_coverage(parent_N, event_N, valid_N, num_events=_capacity(len(events)))
     return np.asarray(coverage)[: len(events)]
 
 
@@ -223,11 +242,11 @@ def rubric_samples(trees: Sequence[Sequence[Tree]], config: Config) -> tuple[lis
     rewards, tasks, ranked, diagnostics = [], [], [], []
     for p, tree, launch in groups:
         arrays = group_arrays(tree, launch)
-        values = ranking_diagnostics(*arrays, margin=config.counterfactual.margin)
+        values = _ranking_diagnostics(*arrays, margin=config.counterfactual.margin)
         if config.counterfactual.objective == "rank":
-            reward, valid = ranking_reward(*arrays, margin=config.counterfactual.margin)
+            reward, valid = _ranking_reward(*arrays, margin=config.counterfactual.margin)
         else:
-            reward, valid = rank_disc_reward(*arrays, margin=config.counterfactual.margin)
+            reward, valid = _rank_disc_reward(*arrays, margin=config.counterfactual.margin)
         if not valid:
             counts[_why_unranked(arrays)] += 1
             continue
@@ -243,14 +262,15 @@ def rubric_samples(trees: Sequence[Sequence[Tree]], config: Config) -> tuple[lis
     for name in diagnostics[0]:
         metrics[f"rubric/{name}"] = float(np.mean([d[name] for d in diagnostics]))
     metrics["rubric/reward"] = float(np.mean(rewards))
+    pad = (0, _capacity(len(rewards)) - len(rewards))
     advantage_G = np.asarray(
-        rubric_advantage(
-            np.array(rewards, np.float32),
-            np.ones(len(rewards), bool),
-            np.array(tasks, np.int32),
+        _rubric_advantage(
+            np.pad(np.array(rewards, np.float32), pad),
+            np.pad(np.ones(len(rewards), bool), pad),
+            np.pad(np.array(tasks, np.int32), pad),
             scope=config.credit.rubric_baseline,
         )
-    )
+    )[: len(rewards)]
     samples = [
         _rubric_sample(tree, launch, advantage, config)
         for (tree, launch), advantage in zip(ranked, advantage_G, strict=True)
