@@ -21,6 +21,7 @@ notebook: an objective or a schedule of your own is an argument of :func:`train`
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import json
 import os
@@ -135,6 +136,7 @@ async def step(run: Run) -> dict[str, float]:
         version,
         on_tree=run.progress.tree,
     )
+    check_trees(trees, version)
     clock.lap("rollout")
 
     # 4. Credit.
@@ -158,6 +160,18 @@ async def step(run: Run) -> dict[str, float]:
     }
     run.record(version, stage, trees, metrics, clock)
     return metrics
+
+
+class RolloutError(RuntimeError):
+    """No tree of a step is usable; the message names the cause."""
+
+
+def check_trees(trees: Sequence[Sequence[Tree]], version: int) -> None:
+    """Single failed trees are counted and left out; if all failed, the engine or a limit is to blame."""
+    errors = collections.Counter(tree.error for group in trees for tree in group)
+    if "" not in errors:
+        cause, count = errors.most_common(1)[0]
+        raise RolloutError(f"all trees of version {version} failed, {count} of them with: {cause}")
 
 
 async def record_evaluation(run: Run) -> dict[str, Evaluation]:

@@ -1,15 +1,16 @@
-"""The embedded engine: continuous batching over fixed slots, under jit, in this process.
+"""The rollout engine inside this process: continuous batching over cache slots.
 
-Each slot holds one sequence's keys and values. A driver coroutine repeats: let callers run until no
-new request comes, admit requests to slots, prefill what their slots do not hold yet, decode a few
-tokens for all live slots, hand out what is finished. A request joins and leaves without waiting for
-others. A session keeps its slot between turns, so that its next turn prefills only what is new; an
-idle session's slot is taken when another request needs one, which costs a transparent prefill.
+    generate() --pending--> driver: settle -> admit -> prefill -> decode a chunk -> resolve --> generate()
 
-Work is done on a compact copy of the live slots, in row and length buckets, so that few requests do
-not pay for all slots and few programs are compiled. Nothing looks at a clock: the same requests in the
-same order give the same batches. A completion is a function of (weights, ids, params, key): its t-th
-token is drawn with the key folded with t.
+A *slot* is one sequence's place in the key/value cache. A session keeps its slot between its turns, so
+that a turn computes only what is new; when no slot is free, the session that was idle longest loses its
+slot and computes its prompt again if it ever goes on. The driver is an asyncio task that lives while
+there is work. Before each step it lets the other coroutines run until no new request comes, so that
+requests made together are batched together; nothing depends on the clock.
+
+A completion is a function of (weights, ids, params, key): token i is drawn with ``fold_in(key, i)``, and
+what else is in the batch changes log-probs by rounding only (about 1e-6 in float32). All V logits can be
+sampled, also of ids that a tokenizer leaves unused; the learner's softmax has the same support.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import asyncio
 import collections
 import dataclasses
 import functools
+import heapq
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,95 +30,119 @@ import jax.numpy as jnp
 import numpy as np
 
 from sera_jax.policy import qwen3
-from sera_jax.policy.qwen3 import KVCache, Qwen3Config
+from sera_jax.rollout import programs
 from sera_jax.rollout.engine import EngineError, Request
 from sera_jax.types import Completion
 
-_PASSES = 3  # turns of the event loop without a new request before a batch is closed
-_MAX_STOPS = 4
+# Passes of the event loop without a new request after which a batch is complete. Between a finished
+# completion and its node's next request lie about five: the awaiting task, its gather, the tree.
+_SETTLE_PASSES = 8
+_LEAST_ROWS, _LEAST_WIDTH, _LEAST_REACH, _LEAST_STOPS = 8, 16, 64, 4
+_LEAST_TEMPERATURE = 1e-4  # below it, logits / temperature can overflow
+
+_jit = functools.partial(jax.jit, static_argnames=("cfg", "reach", "steps"), donate_argnames=("cache",))
+_prefill = _jit(programs.prefill)
+_decode = _jit(programs.decode)
+_copy_slots = jax.jit(programs.copy_slots, donate_argnames=("cache",))
 
 
-@dataclasses.dataclass
+@functools.partial(jax.jit, static_argnames="cfg")
+def _serve(params: qwen3.Params, cfg: qwen3.Qwen3Config) -> qwen3.Params:
+    # Copies of everything: the learner donates its buffers to its next update.
+    return jax.tree.map(jnp.copy, qwen3.serving_params(params, cfg))
+
+
+@dataclasses.dataclass(eq=False)
 class _Job:
     """One request on its way."""
 
     request: Request
-    future: asyncio.Future
+    ids: tuple[int, ...]
+    key: np.ndarray
+    stops: tuple[int, ...]
     limit: int  # most tokens to sample
-    limited_by: str  # what that limit is: "length" or "context"
-    slot: int = -1
-    ids: list[int] = dataclasses.field(default_factory=list)
+    limited_by: str  # the stop reason at that limit
+    future: asyncio.Future[Completion]
+    slot: _Slot | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
-    pending: int | None = None  # sampled, but its keys and values are not in the cache yet
+
+    @property
+    def stop(self) -> str:
+        """Why it ended; empty while it goes on."""
+        if self.tokens and self.tokens[-1] in self.stops:
+            return "stop"
+        return self.limited_by if len(self.tokens) >= self.limit else ""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Slot:
-    """What a slot's cache holds, and whose it is."""
+    """One sequence's place in the cache; ``ids`` are the tokens whose keys and values it holds."""
 
-    ids: list[int] = dataclasses.field(default_factory=list)
+    index: int
     session: str | None = None
-    busy: bool = False
-    used: int = 0  # for least-recently-used eviction
+    ids: list[int] = dataclasses.field(default_factory=list)
+    job: _Job | None = None
 
 
 class LocalEngine:
-    """See the module docstring and :class:`sera_jax.rollout.engine.Engine`.
+    """Implements :class:`~sera_jax.rollout.engine.Engine` with a policy in this process.
 
     Args:
-      params: Weights.
-      cfg: The policy.
-      slots: Sequences held at once; the cache takes
-        2 x layers x slots x context_length x kv heads x head size numbers.
+      params: Weights, see :func:`~sera_jax.policy.qwen3.parameter_table`. They are copied.
+      cfg: Sizes of the policy.
+      slots: Sequences whose caches are held at once; also the most that decode together. Idle sessions
+        beyond it cost another prefill, not a failure.
       context_length: Most tokens of prompt and output together.
       version: Version of ``params``.
-      decode_chunk: Tokens decoded between two looks at new requests.
-
-    Raises:
-      EngineError: A size below 1, or a context of fewer than 2 tokens.
+      decode_chunk: Tokens that are decoded between two looks at new requests.
+      prefill_chunk: Most new prompt tokens of a row in one call; longer prompts take several.
+      prefill_tokens: Most prompt tokens in one call, padding included; it bounds temporary memory.
     """
 
     def __init__(
         self,
-        params: Any,
-        cfg: Qwen3Config,
+        params: qwen3.Params,
+        cfg: qwen3.Qwen3Config,
         *,
-        slots: int = 64,
-        context_length: int = 1024,
+        slots: int,
+        context_length: int,
         version: int = 0,
         decode_chunk: int = 8,
+        prefill_chunk: int = 256,
+        prefill_tokens: int = 16384,
     ):
-        for name, value, least in (
-            ("slots", slots, 1),
-            ("context_length", context_length, 2),
-            ("decode_chunk", decode_chunk, 1),
-        ):
-            if value < least:
-                raise EngineError(f"{name}={value}: at least {least} is expected")
+        settings = {
+            "slots": slots,
+            "decode_chunk": decode_chunk,
+            "prefill_chunk": prefill_chunk,
+            "prefill_tokens": prefill_tokens,
+        }
+        for name, value in settings.items():
+            if value < 1:
+                raise EngineError(f"{name}={value}: at least 1 is expected")
+        if context_length < 2:
+            raise EngineError(f"context_length={context_length}: at least 2, a prompt and an output token")
         self._cfg = cfg
         self._context_length = context_length
         self._decode_chunk = decode_chunk
-        self._num_slots = slots
-        self._version = version
-        self._params = self._serve(params)
-        self._waiting: collections.deque[_Job] = collections.deque()
-        self._live: list[_Job] = []
-        self._driver: asyncio.Task | None = None
+        self._prefill_chunk = prefill_chunk
+        self._prefill_tokens = prefill_tokens
+        self._slot_count = slots
+        self._pending: list[_Job] = []
+        self._running: list[_Job] = []
+        self._session_jobs: dict[str, _Job] = {}  # requests of sessions, pending or running
+        self._arrivals = 0
+        self._driver: asyncio.Task[None] | None = None
         self._counts: collections.Counter[str] = collections.Counter()
+        self._shapes: set[tuple[Any, ...]] = set()
         self._seconds = 0.0
-        self._reset_slots()
-        self._buckets = _buckets(slots)
+        self._check_params(params)
+        self._params = _serve(params, cfg)
+        self._version = version
+        self._reset_cache()
 
-    def _serve(self, params: Any) -> Any:
-        """Weights laid out for serving; a copy, since the learner donates its own."""
-        return _serving_program(self._cfg)(jax.tree.map(jnp.array, params))
-
-    def _reset_slots(self) -> None:
-        """Forgets every sequence; the cache's numbers stay, but nothing points at them."""
-        self._slots = [_Slot() for _ in range(self._num_slots)]
-        self._sessions: dict[str, int] = {}
-        self._clock = 0
-        self._cache = qwen3.make_cache(self._cfg, self._num_slots, self._context_length)
+    # --- the protocol --------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -127,347 +154,391 @@ class LocalEngine:
         """See :class:`~sera_jax.rollout.engine.Engine`."""
         return self._context_length
 
-    # --- requests ------------------------------------------------------------------------------
-
     async def generate(self, request: Request) -> Completion:
-        """See :class:`~sera_jax.rollout.engine.Engine`.
+        """Samples one completion.
+
+        A completion ends by ``stop`` at a stop id, else by ``context`` when the context is full, else by
+        ``length`` at ``max_tokens``.
 
         Raises:
-          EngineError: A request that cannot be served; the message names the field and the value.
+          EngineError: The request is refused, see the message; or its log-probs are not finite.
         """
-        self._check(request)
-        room = self._context_length - len(request.ids)
-        limited_by = "length" if request.params.max_tokens <= room else "context"
-        job = _Job(
-            request,
-            asyncio.get_running_loop().create_future(),
-            limit=min(request.params.max_tokens, room),
-            limited_by=limited_by,
-        )
-        self._waiting.append(job)
-        self._counts["requests"] += 1
+        job = self._job(request)
+        self._pending.append(job)
+        if request.session is not None:
+            self._session_jobs[request.session] = job
+        self._arrivals += 1
         if self._driver is None or self._driver.done():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
         return await job.future
 
-    def _check(self, request: Request) -> None:
-        params, ids = request.params, request.ids
-        if not ids:
-            raise EngineError("ids: an empty prompt has nothing to continue")
-        if len(ids) >= self._context_length:
-            raise EngineError(
-                f"ids: a prompt of {len(ids)} tokens leaves no room in "
-                f"context_length={self._context_length}"
-            )
-        if min(ids) < 0 or max(ids) >= self._cfg.vocab_size:
-            bad = next(i for i in ids if not 0 <= i < self._cfg.vocab_size)
-            raise EngineError(f"ids: token {bad} is outside the vocabulary of {self._cfg.vocab_size}")
-        if not (math.isfinite(params.temperature) and params.temperature >= 0):
-            raise EngineError(f"temperature={params.temperature}: a finite number, 0 or more, is expected")
-        if params.max_tokens < 1:
-            raise EngineError(f"max_tokens={params.max_tokens}: at least 1 is expected")
-        if len(params.stop_ids) > _MAX_STOPS:
-            raise EngineError(f"stop_ids: at most {_MAX_STOPS} are expected, got {len(params.stop_ids)}")
-        key = np.asarray(request.key)
-        if key.shape != (2,) or key.dtype != np.uint32:
-            raise EngineError(f"key: uint32 [2] is expected, got {key.dtype} {list(key.shape)}")
-
     async def end_session(self, session: str) -> None:
-        """See :class:`~sera_jax.rollout.engine.Engine`."""
+        """Frees the slot of a session; an unknown or evicted one is no error."""
         slot = self._sessions.pop(session, None)
         if slot is not None:
-            self._slots[slot].session = None
-            if not self._slots[slot].busy:
-                self._slots[slot].ids = []
+            slot.session = None
+            if slot.job is None:
+                self._free(slot)
 
-    async def update_weights(self, params: Any, version: int) -> None:
-        """See :class:`~sera_jax.rollout.engine.Engine`; every cached sequence is dropped.
+    async def update_weights(self, params: qwen3.Params, version: int) -> None:
+        """Serves a copy of ``params`` and drops every cached session.
 
         Raises:
-          EngineError: Requests are running, or the version does not rise.
+          EngineError: Requests are in flight; the version goes back, or stays while weights change;
+            or the parameters do not have the policy's structure. The old weights are then kept.
         """
-        if self._live or self._waiting:
-            raise EngineError(
-                f"update_weights: {len(self._live) + len(self._waiting)} requests are running; their "
-                "tokens would come from two versions"
-            )
-        if version <= self._version:
-            raise EngineError(
-                f"version={version}: more than the served version {self._version} is expected"
-            )
-        self._params = self._serve(params)
-        self._version = version
-        self._reset_slots()
+        self._reap()
+        flying = len(self._pending) + len(self._running)
+        if flying:
+            raise EngineError(f"update_weights(version={version}): {flying} requests are in flight")
+        if version < self._version:
+            raise EngineError(f"version={version}: the engine already serves {self._version}")
+        self._check_params(params)
+        served = _serve(params, self._cfg)
+        if version == self._version and not _identical(served, self._params):
+            raise EngineError(f"version={version}: already served, with other weights")
+        self._params, self._version = served, version
+        self._reset_cache()
 
     def metrics(self) -> dict[str, float]:
-        """See :class:`~sera_jax.rollout.engine.Engine`."""
-        counts = {name: float(value) for name, value in sorted(self._counts.items())}
-        steps = max(counts.get("decode_rows", 0.0), 1.0)
+        """Counters since the engine was made.
+
+        ``requests`` finished; ``prefill_tokens`` computed and ``prefill_tokens_saved`` by caches;
+        ``sampled_tokens``; ``decode_steps`` and ``decode_rows`` computed in them, padding included;
+        ``occupancy``: mean share of slots that yield a token in a decode step; ``row_use``: share of
+        decoded rows that yield one; ``evictions``; ``programs``: shapes compiled for; ``seconds``
+        inside engine steps, compilation included.
+        """
+        counts = {
+            name: float(self._counts[name])
+            for name in (
+                "requests",
+                "prefill_tokens",
+                "prefill_tokens_saved",
+                "sampled_tokens",
+                "decode_steps",
+                "decode_rows",
+                "evictions",
+            )
+        }
+        decoded = self._counts["decoded_tokens"]
         return {
             **counts,
-            "occupancy": counts.get("decode_live_rows", 0.0) / steps,
+            "occupancy": decoded / max(1, self._counts["decode_steps"] * self._slot_count),
+            "row_use": decoded / max(1, self._counts["decode_rows"]),
+            "programs": float(len(self._shapes)),
             "seconds": self._seconds,
         }
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def _job(self, request: Request) -> _Job:
+        """Checks a request; the message of a refusal names the field, its value and what is allowed."""
+        ids, params, vocab = tuple(request.ids), request.params, self._cfg.vocab_size
+        room = self._context_length - len(ids)
+        if not ids:
+            raise EngineError("ids=(): an empty prompt; at least 1 token is expected")
+        if room < 1:
+            raise EngineError(
+                f"ids: a prompt of {len(ids)} tokens leaves no room in context_length={self._context_length}"
+            )
+        for name, values in (("ids", ids), ("stop_ids", params.stop_ids)):
+            if values and not 0 <= min(values) <= max(values) < vocab:
+                wrong = next(value for value in values if not 0 <= value < vocab)
+                raise EngineError(f"{name}: {wrong} is outside the vocabulary, 0 to {vocab - 1}")
+        if params.max_tokens < 1:
+            raise EngineError(f"max_tokens={params.max_tokens}: at least 1 is expected")
+        temperature = params.temperature
+        if temperature != 0 and not _LEAST_TEMPERATURE <= temperature < math.inf:
+            raise EngineError(
+                f"temperature={temperature}: 0 (greedy) or a finite number from {_LEAST_TEMPERATURE} is expected"
+            )
+        key = np.asarray(request.key)
+        if key.shape != (2,) or key.dtype != np.uint32:
+            raise EngineError(f"key: {key.dtype} {list(key.shape)}; raw key data uint32 [2] is expected")
+        other = self._session_jobs.get(request.session) if request.session is not None else None
+        if other is not None and not other.future.done():
+            raise EngineError(f"session={request.session!r}: its last request is still in flight")
+        return _Job(
+            request=request,
+            ids=ids,
+            key=key,
+            stops=params.stop_ids,
+            limit=min(params.max_tokens, room),
+            limited_by="length" if params.max_tokens < room else "context",
+            future=asyncio.get_running_loop().create_future(),
+        )
+
+    def _check_params(self, params: qwen3.Params) -> None:
+        expected, structure = jax.tree_util.tree_flatten_with_path(qwen3.abstract(self._cfg))
+        if jax.tree.structure(params) != structure:
+            raise EngineError(f"params: {jax.tree.structure(params)}; {structure} is expected")
+        for (path, info), value in zip(expected, jax.tree.leaves(params), strict=True):
+            if value.shape != info.shape or value.dtype != info.dtype:
+                raise EngineError(
+                    f"params{jax.tree_util.keystr(path)}: {value.dtype} {list(value.shape)}; "
+                    f"{info.dtype} {list(info.shape)} is expected"
+                )
 
     # --- the driver ----------------------------------------------------------------------------
 
     async def _drive(self) -> None:
-        """Serves until there is nothing left to do."""
+        """Takes steps while there is work."""
         try:
             while True:
                 await self._settle()
-                if not self._waiting and not self._live:
+                self._reap()
+                if not self._pending and not self._running:
                     return
-                start = time.perf_counter()
-                self._admit()
-                self._decode()
-                self._seconds += time.perf_counter() - start
-        except Exception as error:  # whoever waits must hear of it
-            for job in (*self._live, *self._waiting):
-                if not job.future.done():
-                    job.future.set_exception(EngineError(f"the engine failed: {error!r}"))
-            self._live.clear()
-            self._waiting.clear()
-            self._reset_slots()
+                self._step()
+        except BaseException as error:
+            self._abort(error)
+            if not isinstance(error, Exception):
+                raise
 
     async def _settle(self) -> None:
-        """Lets callers run until none of them adds a request any more."""
-        quiet = 0
-        while quiet < _PASSES:
-            before = self._counts["requests"]
+        """Lets the other coroutines run until no request has come for some passes."""
+        passes, seen = 0, self._arrivals
+        while passes < _SETTLE_PASSES:
             await asyncio.sleep(0)
-            quiet = 0 if self._counts["requests"] != before else quiet + 1
-        # Callers that gave up take no slot.
-        for job in [job for job in self._live if job.future.cancelled()]:
-            self._release(job)
-            self._counts["cancelled"] += 1
-        self._waiting = collections.deque(job for job in self._waiting if not job.future.cancelled())
+            passes = passes + 1 if self._arrivals == seen else 0
+            seen = self._arrivals
 
-    def _admit(self) -> None:
-        """Gives waiting requests their slots and computes the prompts that are not cached."""
-        admitted = []
-        while self._waiting:
-            slot = self._find_slot(self._waiting[0].request)
-            if slot is None:
-                break
-            job = self._waiting.popleft()
-            job.slot = slot
-            self._slots[slot].busy = True
-            admitted.append(job)
-        by_length: dict[int, list[tuple[_Job, list[int], int]]] = collections.defaultdict(list)
-        for job in admitted:
-            slot, ids = self._slots[job.slot], list(job.request.ids)
-            # The last prompt token is always computed: its hidden state gives the first logits.
-            shared = _common_prefix(slot.ids, ids[:-1])
-            self._counts["prefill_saved"] += shared
-            self._counts["prefill_tokens"] += len(ids) - shared
-            slot.ids = ids[:-1]
-            job.pending = ids[-1]
-            if new := ids[shared:-1]:
-                by_length[_length_bucket(len(new))].append((job, new, shared))
-            self._live.append(job)
-        for length, jobs in sorted(by_length.items()):
-            self._prefill(jobs, length)
+    def _step(self) -> None:
+        """Admits what waits, computes its prompts, decodes one chunk of everything that runs."""
+        start = time.perf_counter()
+        admitted = self._admit()
+        if admitted:
+            self._running += admitted
+            self._compute_prompts(admitted)
+            self._resolve()
+        if self._running:
+            self._decode()
+            self._resolve()
+        self._seconds += time.perf_counter() - start
 
-    def _find_slot(self, request: Request) -> int | None:
-        session = request.session
-        if session is not None and session in self._sessions:
-            slot = self._sessions[session]
-            if self._slots[slot].busy:
-                raise EngineError(f"session {session!r} has a request running; its turns are sequential")
-        else:
-            free = [i for i, slot in enumerate(self._slots) if not slot.busy and slot.session is None]
-            idle = [i for i, slot in enumerate(self._slots) if not slot.busy and slot.session is not None]
-            if free:
-                slot = free[0]
-            elif idle:
-                slot = min(idle, key=lambda i: self._slots[i].used)
-                del self._sessions[self._slots[slot].session]
-                self._counts["evictions"] += 1
+    def _reap(self) -> None:
+        """Drops requests that their callers gave up."""
+        self._pending = [job for job in self._pending if not job.future.done()]
+        for job in self._running:
+            if job.future.done():
+                self._release(job)
+        self._running = [job for job in self._running if not job.future.done()]
+
+    def _resolve(self) -> None:
+        """Answers the requests that ended."""
+        for job in self._running:
+            if not all(map(math.isfinite, job.logprobs)):
+                message = f"log-probs of version {self._version} are not finite: the weights are broken"
+                job.future.set_exception(EngineError(message))
+            elif job.stop:
+                job.future.set_result(
+                    Completion(tuple(job.tokens), tuple(job.logprobs), job.stop, self._version)
+                )
+                self._counts["requests"] += 1
+                self._counts["sampled_tokens"] += len(job.tokens)
             else:
-                return None
-            self._slots[slot].ids, self._slots[slot].session = [], session
-            if session is not None:
-                self._sessions[session] = slot
-        self._clock += 1
-        self._slots[slot].used = self._clock
-        return slot
+                continue
+            self._release(job)
+        self._running = [job for job in self._running if not job.future.done()]
 
-    def _prefill(self, jobs: list[tuple[_Job, list[int], int]], length: int) -> None:
-        for first in range(0, len(jobs), self._buckets[-1]):
-            part = jobs[first : first + self._buckets[-1]]
-            rows = next(b for b in self._buckets if b >= len(part))
-            tokens = np.zeros((rows, length), np.int32)
-            start, count = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-            slots = np.full(rows, self._num_slots, np.int32)  # out of range: gathers 0, scatters nothing
-            for r, (job, new, shared) in enumerate(part):
-                tokens[r, : len(new)] = new
-                start[r], count[r], slots[r] = shared, len(new), job.slot
-            self._cache = _prefill_program(self._cfg)(
-                self._params, self._cache, tokens, start, count, slots
-            )
+    def _abort(self, error: BaseException) -> None:
+        """Fails everything in flight; the cache may have been donated to the call that failed."""
+        for job in self._pending + self._running:
+            if not job.future.done():
+                job.future.set_exception(EngineError(f"{type(error).__name__}: {error}"))
+                job.future.exception()  # retrieved: its caller may be gone
+        self._pending, self._running = [], []
+        self._reset_cache()
 
-    def _decode(self) -> None:
-        """One chunk of tokens for every live request; what is finished is handed out."""
-        live = self._live
-        if not live:
-            return
-        rows = next((b for b in self._buckets if b >= len(live)), self._buckets[-1])
-        slots = np.full(rows, self._num_slots, np.int32)
-        token, position = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        drawn, room = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        temperature, key = np.ones(rows, np.float32), np.zeros((rows, 2), np.uint32)
-        stops = np.full((rows, _MAX_STOPS), -1, np.int32)
-        for r, job in enumerate(live):
-            params = job.request.params
-            slots[r], token[r], position[r] = job.slot, job.pending, len(self._slots[job.slot].ids)
-            drawn[r], room[r] = len(job.ids), job.limit - len(job.ids)
-            temperature[r], key[r] = params.temperature, job.request.key
-            stops[r, : len(params.stop_ids)] = params.stop_ids
-        self._cache, ids, logprobs, counts = _decode_program(self._cfg, self._decode_chunk)(
-            self._params,
-            self._cache,
-            slots,
-            token,
-            position,
-            drawn,
-            room,
-            temperature,
-            key,
-            stops,
-        )
-        ids, logprobs, counts = np.asarray(ids), np.asarray(logprobs), np.asarray(counts)
-        self._counts["decode_chunks"] += 1
-        self._counts["decode_rows"] += rows
-        self._counts["decode_live_rows"] += len(live)
-        for r, job in enumerate(list(live)):
-            new = ids[r, : counts[r]].tolist()
-            job.logprobs += logprobs[r, : counts[r]].tolist()
-            job.ids += new
-            slot = self._slots[job.slot]
-            # Each new token was preceded by feeding the one before it; the last is not fed yet.
-            slot.ids += [job.pending, *new[:-1]]
-            job.pending = new[-1]
-            self._counts["sampled_tokens"] += len(new)
-            stopped = job.ids[-1] in job.request.params.stop_ids
-            if stopped or len(job.ids) >= job.limit:
-                self._finish(job, "stop" if stopped else job.limited_by)
+    # --- slots ---------------------------------------------------------------------------------
 
-    def _finish(self, job: _Job, stop: str) -> None:
-        self._release(job)
-        if not job.future.done():
-            job.future.set_result(
-                Completion(tuple(job.ids), tuple(job.logprobs), stop=stop, version=self._version)
-            )
+    def _reset_cache(self) -> None:
+        """Empties all slots. The next slots are handed out in the same order as at the start."""
+        self._cache = qwen3.make_cache(self._cfg, self._slot_count, self._context_length)
+        self._slots = [_Slot(i) for i in range(self._slot_count)]
+        self._free_slots = list(range(self._slot_count))  # a heap
+        self._sessions: collections.OrderedDict[str, _Slot] = collections.OrderedDict()  # oldest first
+        self._session_jobs.clear()
+
+    def _free(self, slot: _Slot) -> None:
+        slot.session, slot.ids = None, []
+        heapq.heappush(self._free_slots, slot.index)
 
     def _release(self, job: _Job) -> None:
-        self._live.remove(job)
-        slot = self._slots[job.slot]
-        slot.busy = False
+        """Takes a request off its slot; a session keeps the slot and what is cached there."""
+        slot, job.slot = job.slot, None
+        assert slot is not None
+        slot.job = None
         if slot.session is None:
-            slot.ids = []
+            self._free(slot)
+        else:
+            self._sessions.move_to_end(slot.session)
+        if job.request.session is not None and self._session_jobs.get(job.request.session) is job:
+            del self._session_jobs[job.request.session]
 
+    def _vacant_slot(self) -> _Slot | None:
+        """A free slot, or that of the session that was idle longest."""
+        if self._free_slots:
+            return self._slots[heapq.heappop(self._free_slots)]
+        for session, slot in self._sessions.items():
+            if slot.job is None:
+                del self._sessions[session]
+                self._counts["evictions"] += 1
+                slot.session, slot.ids = None, []
+                return slot
+        return None
 
-# --- programs: compiled once a policy and bucket ---------------------------------------------------
+    def _admit(self) -> list[_Job]:
+        """Seats pending requests, in order of arrival."""
+        seated: list[_Job] = []
+        waiting: list[_Job] = []
+        copies: list[tuple[int, int]] = []
+        # Sessions that have a slot come first: else an earlier request could evict one of them.
+        for job in self._pending:
+            slot = self._sessions.get(job.request.session) if job.request.session is not None else None
+            if slot is None:
+                waiting.append(job)
+                continue
+            shared = _common_prefix(slot.ids, job.ids)
+            self._seat(job, slot, shared)
+            seated.append(job)
+        self._pending = []
+        for job in waiting:
+            parent = self._sessions.get(job.request.fork_of) if job.request.fork_of is not None else None
+            shared = _common_prefix(parent.ids, job.ids) if parent is not None else 0
+            slot = self._vacant_slot()
+            if slot is None:
+                self._pending.append(job)
+                continue
+            if parent is not None and shared and slot is not parent:
+                copies.append((parent.index, slot.index))
+            if job.request.session is not None:
+                slot.session = job.request.session
+                self._sessions[slot.session] = slot
+            slot.ids = list(job.ids[:shared])
+            self._seat(job, slot, shared)
+            seated.append(job)
+        if copies:
+            self._copy(copies)
+        return seated
 
+    def _seat(self, job: _Job, slot: _Slot, shared: int) -> None:
+        # The last prompt token is always computed: its hidden state predicts the first output.
+        shared = min(shared, len(job.ids) - 1)
+        del slot.ids[shared:]
+        slot.job, job.slot = job, slot
+        self._counts["prefill_tokens_saved"] += shared
 
-@functools.cache
-def _serving_program(cfg: Qwen3Config) -> Any:
-    return jax.jit(lambda params: qwen3.serving_params(params, cfg))
+    # --- device work ---------------------------------------------------------------------------
 
+    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies slots to slots, all at once: a source may itself be overwritten."""
+        A = _bucket(len(copies), _LEAST_ROWS)
+        padded = np.full((A, 2), (0, self._slot_count), np.int32)
+        padded[: len(copies)] = copies
+        self._shapes.add(("copy", A))
+        self._cache = _copy_slots(cache=self._cache, source_A=padded[:, 0], target_A=padded[:, 1])
 
-@functools.cache
-def _prefill_program(cfg: Qwen3Config) -> Any:
-    def run(params, cache, tokens, start, count, slots):
-        part = _take(cache, slots)
-        _, part = qwen3.extend(params, cfg, part, tokens, start, count)
-        return _put(cache, part, slots)
+    def _compute_prompts(self, jobs: Sequence[_Job]) -> None:
+        """Caches what is new of each prompt and samples each first token."""
+        while jobs:
+            groups: dict[int, list[_Job]] = collections.defaultdict(list)
+            for job in jobs:
+                new = len(job.ids) - len(job.slot.ids)
+                groups[_bucket(min(new, self._prefill_chunk), _LEAST_WIDTH)].append(job)
+            for C, group in sorted(groups.items()):
+                most = max(1, self._prefill_tokens // C)
+                for low in range(0, len(group), most):
+                    self._compute_prompts_of_width(group[low : low + most], C)
+            jobs = [job for job in jobs if not job.tokens]
 
-    return jax.jit(run, donate_argnums=(1,))
-
-
-@functools.cache
-def _decode_program(cfg: Qwen3Config, chunk: int) -> Any:
-    def run(params, cache, slots, token, position, drawn, room, temperature, key, stops):
-        rows = token.shape[0]
-        head = qwen3.head(params, cfg)
-
-        def cond(carry):
-            step, _, _, _, live, *_ = carry
-            return (step < chunk) & live.any()
-
-        def body(carry):
-            step, part, token, position, live, ids, logprobs, counts = carry
-            # A row that is done keeps writing its last token beyond its end, where nobody reads.
-            hidden, part = qwen3.extend(params, cfg, part, token[:, None], position, live.astype(jnp.int32))
-            logits = jax.lax.dot_general(
-                hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            new, logprob = _sample(logits, temperature, key, drawn + step)
-            ids = ids.at[:, step].set(jnp.where(live, new, 0))
-            logprobs = logprobs.at[:, step].set(jnp.where(live, logprob, 0.0))
-            counts = counts + live
-            token = jnp.where(live, new, token)
-            position = position + live
-            stopped = (new[:, None] == stops).any(axis=1)
-            live = live & ~stopped & (counts < room)
-            return step + 1, part, token, position, live, ids, logprobs, counts
-
-        carry = (
-            0,
-            _take(cache, slots),
-            token,
-            position,
-            room > 0,
-            jnp.zeros((rows, chunk), jnp.int32),
-            jnp.zeros((rows, chunk), jnp.float32),
-            jnp.zeros(rows, jnp.int32),
+    def _compute_prompts_of_width(self, jobs: Sequence[_Job], C: int) -> None:
+        A = _bucket(len(jobs), _LEAST_ROWS)
+        ids_AxC, length_A = np.zeros((A, C), np.int32), np.zeros(A, np.int32)
+        for row, job in enumerate(jobs):
+            start = len(job.slot.ids)
+            piece = job.ids[start : start + min(C, self._prefill_chunk)]
+            ids_AxC[row, : len(piece)] = piece
+            length_A[row] = len(piece)
+        rows = self._rows(jobs, A)
+        reach = self._reach(rows.start + length_A)
+        self._shapes.add(("prefill", A, C, reach))
+        self._cache, token_A, logprob_A = _prefill(
+            self._params, self._cfg, self._cache, rows, ids_AxC, length_A, reach=reach
         )
-        _, part, _, _, _, ids, logprobs, counts = jax.lax.while_loop(cond, body, carry)
-        return _put(cache, part, slots), ids, logprobs, counts
+        token_A, logprob_A = jax.device_get((token_A, logprob_A))
+        self._counts["prefill_tokens"] += int(length_A.sum())
+        for row, job in enumerate(jobs):
+            job.slot.ids += ids_AxC[row, : length_A[row]].tolist()
+            if len(job.slot.ids) == len(job.ids):
+                job.tokens.append(int(token_A[row]))
+                job.logprobs.append(float(logprob_A[row]))
 
-    return jax.jit(run, donate_argnums=(1,))
+    def _decode(self) -> None:
+        """Decodes one chunk of every running request."""
+        jobs, steps = self._running, self._decode_chunk
+        A = _bucket(len(jobs), _LEAST_ROWS)
+        E = _bucket(max(len(job.stops) for job in jobs), _LEAST_STOPS)
+        rows = self._rows(jobs, A)
+        state = programs.DecodeRows(
+            token=np.zeros(A, np.int32),
+            index=np.zeros(A, np.int32),
+            left=np.zeros(A, np.int32),
+            stop=np.full((A, E), -1, np.int32),
+        )
+        for row, job in enumerate(jobs):
+            state.token[row] = job.tokens[-1]
+            state.index[row] = len(job.tokens)
+            state.left[row] = job.limit - len(job.tokens)
+            state.stop[row, : len(job.stops)] = job.stops
+        reach = self._reach(rows.start + np.minimum(state.left, steps))
+        self._shapes.add(("decode", A, E, reach))
+        self._cache, *out = _decode(
+            self._params, self._cfg, self._cache, rows, state, steps=steps, reach=reach
+        )
+        tokens_AxN, logprobs_AxN, count_A, taken = jax.device_get(out)
+        self._counts["decode_steps"] += int(taken)
+        self._counts["decode_rows"] += int(taken) * A
+        self._counts["decoded_tokens"] += int(count_A.sum())
+        for row, (job, count) in enumerate(zip(jobs, count_A.tolist(), strict=False)):
+            new = tokens_AxN[row, :count].tolist()
+            # The last token is sampled, but its keys and values are not cached yet.
+            job.slot.ids += [job.tokens[-1], *new[:-1]]
+            job.tokens += new
+            job.logprobs += logprobs_AxN[row, :count].tolist()
+
+    def _rows(self, jobs: Sequence[_Job], A: int) -> programs.Rows:
+        rows = programs.Rows(
+            slot=np.zeros(A, np.int32),
+            start=np.zeros(A, np.int32),
+            temperature=np.zeros(A, np.float32),
+            key=np.zeros((A, 2), np.uint32),
+        )
+        for row, job in enumerate(jobs):
+            rows.slot[row] = job.slot.index
+            rows.start[row] = len(job.slot.ids)
+            rows.temperature[row] = job.request.params.temperature
+            rows.key[row] = job.key
+        return rows
+
+    def _reach(self, ends_A: np.ndarray) -> int:
+        return min(_bucket(int(ends_A.max()), _LEAST_REACH), self._context_length)
 
 
-def _sample(logits, temperature, key, number):
-    """One token a row by Gumbel-max under its own key; log-probs of the scaled softmax, float32."""
-    greedy = temperature == 0
-    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-
-    def noise(key, number):
-        folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), number)
-        return jax.random.gumbel(folded, scaled.shape[1:], jnp.float32)
-
-    gumbel = jnp.where(greedy[:, None], 0.0, jax.vmap(noise)(key, number))
-    token = jnp.argmax(scaled + gumbel, axis=-1).astype(jnp.int32)
-    chosen = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0]
-    return token, chosen - jax.nn.logsumexp(scaled, axis=-1)
+def _bucket(size: int, least: int) -> int:
+    """The next power of two, at least ``least``: few shapes, so few compilations."""
+    return max(least, 1 << (size - 1).bit_length())
 
 
-def _take(cache: KVCache, slots) -> KVCache:
-    """The slots' sequences; out-of-range slots read zeros. The slot axis is the fourth from the end."""
-    return jax.tree.map(lambda x: x.at[..., slots, :, :, :].get(mode="fill", fill_value=0), cache)
+def _common_prefix(cached: Sequence[int], ids: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    most = min(len(cached), len(ids))
+    if list(cached[:most]) == list(ids[:most]):
+        return most
+    return next(i for i in range(most) if cached[i] != ids[i])
 
 
-def _put(cache: KVCache, part: KVCache, slots) -> KVCache:
-    return jax.tree.map(lambda x, y: x.at[..., slots, :, :, :].set(y, mode="drop"), cache, part)
-
-
-def _buckets(slots: int) -> list[int]:
-    """Row counts that programs are compiled for: a quarter, a half and all of the slots, and 4."""
-    return sorted({min(4, slots), max(1, slots // 4), max(1, slots // 2), slots})
-
-
-def _length_bucket(length: int) -> int:
-    """4, 16, 32, 64, ...: prefill lengths that programs are compiled for."""
-    for bucket in (4, 16):
-        if length <= bucket:
-            return bucket
-    return 1 << (length - 1).bit_length()
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    size = min(len(a), len(b))
-    if a[:size] == b[:size]:
-        return size
-    return next(i for i in range(size) if a[i] != b[i])
+def _identical(a: Any, b: Any) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
