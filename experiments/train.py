@@ -17,10 +17,11 @@ from ml_collections import config_flags
 from rich.console import Console
 
 from sera_jax import config as config_lib
-from sera_jax import train
 from sera_jax.report.curves import plot_run
 from sera_jax.report.progress import Progress
 from sera_jax.report.summary import dry_run, print_summary
+from sera_jax.run_directory import RunMismatchError
+from sera_jax.train import train
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "File and variant.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory, made if missing.")
@@ -42,8 +43,8 @@ def main(argv: list[str]) -> None:
         dry_run(config, workdir, console)
         return
     try:
-        train.train(config, workdir, progress=Progress(console))
-    except train.RunMismatchError as error:
+        train(config, workdir, progress=Progress(console))
+    except RunMismatchError as error:
         console.print(f"[red]{error}[/red]", highlight=False)
         sys.exit(2)
     plot_run(workdir / "metrics.jsonl", workdir / "curves.png")

@@ -23,20 +23,13 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import json
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-import sera_jax
-from sera_jax import config as config_lib
 from sera_jax.build import Parts, build
 from sera_jax.config import Config
 from sera_jax.evaluate import Evaluation, evaluate
@@ -53,6 +46,7 @@ from sera_jax.report.diagnostics import tree_metrics
 from sera_jax.report.metrics import MetricsWriter
 from sera_jax.report.progress import Progress
 from sera_jax.rollout.local import LocalEngine
+from sera_jax.run_directory import claim_directory, write_json
 from sera_jax.schedule import Schedule
 from sera_jax.types import Sample, Stage, Tree
 from sera_jax.warm_start import warm_start
@@ -83,7 +77,7 @@ def train(
       The final state, on the host's devices.
 
     Raises:
-      RunMismatchError: The run directory belongs to a run with other settings.
+      sera_jax.run_directory.RunMismatchError: The run directory belongs to a run with other settings.
     """
     return asyncio.run(
         train_async(config, workdir, objective=objective, schedule=schedule, progress=progress)
@@ -210,10 +204,6 @@ async def record_evaluation(run: Run) -> dict[str, Evaluation]:
 ####################################################################################################
 
 
-class RunMismatchError(RuntimeError):
-    """The run directory was started with other settings; the message lists the differences."""
-
-
 @dataclasses.dataclass
 class Run:
     """Everything that lives as long as the loop."""
@@ -336,42 +326,8 @@ async def start_run(
     )
 
 
-def claim_directory(config: Config, workdir: Path) -> None:
-    """Writes ``config.json``, or refuses a directory that another configuration has begun."""
-    path = workdir / "config.json"
-    settings = config_lib.as_dict(config)
-    if path.exists():
-        old = json.loads(path.read_text())
-        if old["fingerprint"] != config_lib.fingerprint(config):
-            changes = "\n  ".join(config_lib.difference(old["config"], settings))
-            raise RunMismatchError(
-                f"{workdir} was started with other settings; choose another --workdir, or restore:\n"
-                f"  {changes}"
-            )
-    record = {
-        "config": settings,
-        "fingerprint": config_lib.fingerprint(config),
-        "versions": {
-            "sera_jax": sera_jax.__version__,
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-        },
-        "commit": current_commit(),
-    }
-    write_json(path, record)
-
-
-def current_commit() -> str | None:
-    """The commit of the source tree, None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 ####################################################################################################
-# Small helpers
+# Seconds
 ####################################################################################################
 
 
@@ -396,17 +352,3 @@ class Clock:
         """``seconds/<part>`` and ``seconds/total``: the only metrics that a resumed run may change."""
         laps = {f"seconds/{name}": value for name, value in self._laps.items()}
         return {**laps, "seconds/total": self.total}
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Writes ``path`` atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(data, indent=1, default=_plain) + "\n")
-    os.replace(partial, path)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (np.generic, np.ndarray, jax.Array)):
-        return np.asarray(value).tolist()
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
