@@ -22,7 +22,7 @@ import functools
 import heapq
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,9 +40,8 @@ _SETTLE_PASSES = 8
 _LEAST_ROWS, _LEAST_WIDTH, _LEAST_REACH, _LEAST_STOPS = 8, 16, 64, 4
 _LEAST_TEMPERATURE = 1e-4  # below it, logits / temperature can overflow
 
-_jit = functools.partial(jax.jit, static_argnames=("cfg", "reach", "steps"), donate_argnames=("cache",))
-_prefill = _jit(programs.prefill)
-_decode = _jit(programs.decode)
+_prefill = jax.jit(programs.prefill, static_argnames=("cfg", "reach"), donate_argnames=("cache",))
+_decode = jax.jit(programs.decode, static_argnames=("cfg", "reach", "steps"), donate_argnames=("cache",))
 _copy_slots = jax.jit(programs.copy_slots, donate_argnames=("cache",))
 
 
@@ -139,7 +138,7 @@ class LocalEngine:
         self._seconds = 0.0
         self._check_params(params)
         self._params = _serve(params, cfg)
-        self._version = version
+        self._version = int(version)
         self._reset_cache()
 
     # --- the protocol --------------------------------------------------------------------------
@@ -197,7 +196,7 @@ class LocalEngine:
         served = _serve(params, self._cfg)
         if version == self._version and not _identical(served, self._params):
             raise EngineError(f"version={version}: already served, with other weights")
-        self._params, self._version = served, version
+        self._params, self._version = served, int(version)
         self._reset_cache()
 
     def metrics(self) -> dict[str, float]:
@@ -240,7 +239,8 @@ class LocalEngine:
             raise EngineError("ids=(): an empty prompt; at least 1 token is expected")
         if room < 1:
             raise EngineError(
-                f"ids: a prompt of {len(ids)} tokens leaves no room in context_length={self._context_length}"
+                f"ids: a prompt of {len(ids)} tokens; at most {self._context_length - 1} are expected in "
+                f"context_length={self._context_length}"
             )
         for name, values in (("ids", ids), ("stop_ids", params.stop_ids)):
             if values and not 0 <= min(values) <= max(values) < vocab:
@@ -251,7 +251,8 @@ class LocalEngine:
         temperature = params.temperature
         if temperature != 0 and not _LEAST_TEMPERATURE <= temperature < math.inf:
             raise EngineError(
-                f"temperature={temperature}: 0 (greedy) or a finite number from {_LEAST_TEMPERATURE} is expected"
+                f"temperature={temperature}: 0 (greedy) or a finite number from {_LEAST_TEMPERATURE} on "
+                "is expected"
             )
         key = np.asarray(request.key)
         if key.shape != (2,) or key.dtype != np.uint32:
@@ -319,26 +320,27 @@ class LocalEngine:
 
     def _reap(self) -> None:
         """Drops requests that their callers gave up."""
-        self._pending = [job for job in self._pending if not job.future.done()]
-        for job in self._running:
+        for job in self._pending + self._running:
             if job.future.done():
                 self._release(job)
+        self._pending = [job for job in self._pending if not job.future.done()]
         self._running = [job for job in self._running if not job.future.done()]
 
     def _resolve(self) -> None:
         """Answers the requests that ended."""
         for job in self._running:
-            if not all(map(math.isfinite, job.logprobs)):
-                message = f"log-probs of version {self._version} are not finite: the weights are broken"
-                job.future.set_exception(EngineError(message))
-            elif job.stop:
+            if not job.stop:
+                continue
+            self._counts["requests"] += 1
+            self._counts["sampled_tokens"] += len(job.tokens)
+            if all(map(math.isfinite, job.logprobs)):
                 job.future.set_result(
                     Completion(tuple(job.tokens), tuple(job.logprobs), job.stop, self._version)
                 )
-                self._counts["requests"] += 1
-                self._counts["sampled_tokens"] += len(job.tokens)
             else:
-                continue
+                job.future.set_exception(
+                    EngineError(f"log-probs of version {self._version} are not finite: broken weights")
+                )
             self._release(job)
         self._running = [job for job in self._running if not job.future.done()]
 
@@ -346,7 +348,9 @@ class LocalEngine:
         """Fails everything in flight; the cache may have been donated to the call that failed."""
         for job in self._pending + self._running:
             if not job.future.done():
-                job.future.set_exception(EngineError(f"{type(error).__name__}: {error}"))
+                failure = EngineError(f"{type(error).__name__}: {error}")
+                failure.__cause__ = error
+                job.future.set_exception(failure)
                 job.future.exception()  # retrieved: its caller may be gone
         self._pending, self._running = [], []
         self._reset_cache()
@@ -368,12 +372,12 @@ class LocalEngine:
     def _release(self, job: _Job) -> None:
         """Takes a request off its slot; a session keeps the slot and what is cached there."""
         slot, job.slot = job.slot, None
-        assert slot is not None
-        slot.job = None
-        if slot.session is None:
-            self._free(slot)
-        else:
-            self._sessions.move_to_end(slot.session)
+        if slot is not None:
+            slot.job = None
+            if slot.session is None:
+                self._free(slot)
+            else:
+                self._sessions.move_to_end(slot.session)
         if job.request.session is not None and self._session_jobs.get(job.request.session) is job:
             del self._session_jobs[job.request.session]
 
@@ -393,7 +397,7 @@ class LocalEngine:
         """Seats pending requests, in order of arrival."""
         seated: list[_Job] = []
         waiting: list[_Job] = []
-        copies: list[tuple[int, int]] = []
+        origin: dict[int, int] = {}  # slots to fill by a copy, and the slot that each copies
         # Sessions that have a slot come first: else an earlier request could evict one of them.
         for job in self._pending:
             slot = self._sessions.get(job.request.session) if job.request.session is not None else None
@@ -412,15 +416,16 @@ class LocalEngine:
                 self._pending.append(job)
                 continue
             if parent is not None and shared and slot is not parent:
-                copies.append((parent.index, slot.index))
+                # A parent seated just now is not copied yet itself: what it will hold is at its origin.
+                origin[slot.index] = origin.get(parent.index, parent.index)
             if job.request.session is not None:
                 slot.session = job.request.session
                 self._sessions[slot.session] = slot
             slot.ids = list(job.ids[:shared])
             self._seat(job, slot, shared)
             seated.append(job)
-        if copies:
-            self._copy(copies)
+        if origin:
+            self._copy(origin)
         return seated
 
     def _seat(self, job: _Job, slot: _Slot, shared: int) -> None:
@@ -432,13 +437,13 @@ class LocalEngine:
 
     # --- device work ---------------------------------------------------------------------------
 
-    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+    def _copy(self, origin: Mapping[int, int]) -> None:
         """Copies slots to slots, all at once: a source may itself be overwritten."""
-        A = _bucket(len(copies), _LEAST_ROWS)
-        padded = np.full((A, 2), (0, self._slot_count), np.int32)
-        padded[: len(copies)] = copies
+        A = _bucket(len(origin), _LEAST_ROWS)
+        source_A, target_A = np.zeros(A, np.int32), np.full(A, self._slot_count, np.int32)
+        target_A[: len(origin)], source_A[: len(origin)] = list(origin), list(origin.values())
         self._shapes.add(("copy", A))
-        self._cache = _copy_slots(cache=self._cache, source_A=padded[:, 0], target_A=padded[:, 1])
+        self._cache = _copy_slots(cache=self._cache, source_A=source_A, target_A=target_A)
 
     def _compute_prompts(self, jobs: Sequence[_Job]) -> None:
         """Caches what is new of each prompt and samples each first token."""
