@@ -254,11 +254,11 @@ class Run:
             write_trees(path, (tree for group in trees for tree in group))
         clock.lap("record")
         self.writer.write(version, "train", {"stage": str(stage), **metrics, **clock.metrics()})
-        write_json(self.workdir / "ledger.json", self.parts.tools.ledger.to_dict())
         self.progress.metrics(version, stage, metrics, clock.total)
 
     def save(self) -> None:
         """Checkpoints the state and the host's counters."""
+        write_json(self.workdir / "ledger.json", self.parts.tools.ledger.to_dict())
         host = {"ledger": self.parts.tools.ledger.to_dict(), "seed": self.config.seed}
         self.checkpointer.save(self.version, self.state, host)
 

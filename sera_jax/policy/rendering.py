@@ -88,8 +88,8 @@ class CompactRenderer(_Base):
     """
 
     def start(self, messages: Messages) -> list[int]:
-        """See :class:`Renderer`; a word outside the vocabulary raises, texts here are our own."""
-        ids = [i for _, text in messages for i in self._tokenizer.encode(text, strict=True)]
+        """See :class:`Renderer`; a word that a policy made up becomes ``<unk>``."""
+        ids = [i for _, text in messages for i in self._tokenizer.encode(text)]
         return [*ids, self._tokenizer.im_start]
 
     def after_output(self, output_ids: Sequence[int], messages: Messages) -> list[int]:

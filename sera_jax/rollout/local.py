@@ -292,8 +292,12 @@ class LocalEngine:
                 if not self._pending and not self._running:
                     return
                 self._step()
+        except asyncio.CancelledError as error:
+            self._fail(error)  # between two steps, so that what is cached stays right
+            raise
         except BaseException as error:
-            self._abort(error)
+            self._fail(error)
+            self._reset_cache()  # it may have been donated to the call that failed
             if not isinstance(error, Exception):
                 raise
 
@@ -344,16 +348,15 @@ class LocalEngine:
             self._release(job)
         self._running = [job for job in self._running if not job.future.done()]
 
-    def _abort(self, error: BaseException) -> None:
-        """Fails everything in flight; the cache may have been donated to the call that failed."""
+    def _fail(self, error: BaseException) -> None:
+        """Fails everything in flight."""
         for job in self._pending + self._running:
             if not job.future.done():
                 failure = EngineError(f"{type(error).__name__}: {error}")
                 failure.__cause__ = error
                 job.future.set_exception(failure)
                 job.future.exception()  # retrieved: its caller may be gone
-        self._pending, self._running = [], []
-        self._reset_cache()
+        self._reap()
 
     # --- slots ---------------------------------------------------------------------------------
 
