@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import functools
 import heapq
 import math
 import time
@@ -26,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sera_jax.policy import qwen3
@@ -43,12 +41,8 @@ _LEAST_TEMPERATURE = 1e-4  # below it, logits / temperature can overflow
 _prefill = jax.jit(programs.prefill, static_argnames=("cfg", "reach"), donate_argnames=("cache",))
 _decode = jax.jit(programs.decode, static_argnames=("cfg", "reach", "steps"), donate_argnames=("cache",))
 _copy_slots = jax.jit(programs.copy_slots, donate_argnames=("cache",))
-
-
-@functools.partial(jax.jit, static_argnames="cfg")
-def _serve(params: qwen3.Params, cfg: qwen3.Qwen3Config) -> qwen3.Params:
-    # Copies of everything: the learner donates its buffers to its next update.
-    return jax.tree.map(jnp.copy, qwen3.serving_params(params, cfg))
+# Outputs of a program are buffers of their own: the learner may donate its weights to its next update.
+_serve = jax.jit(qwen3.serving_params, static_argnames="cfg")
 
 
 @dataclasses.dataclass(eq=False)

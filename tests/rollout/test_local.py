@@ -121,6 +121,15 @@ def test_logprobs_equal_the_learners(temperature):
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
+def test_token_i_is_drawn_with_the_ith_fold_of_the_key():
+    # 14 tokens over four chunks, so that both the first token's index and the chunks' count.
+    (completion,) = generate(make_engine(), request(max_tokens=14, temperature=0.8, seed=5))
+    key = jax.random.wrap_key_data(derive_key("test", 5))
+    logits = learner_logits(prompt(7) + completion.ids)[6:-1] / 0.8
+    noise = [jax.random.gumbel(jax.random.fold_in(key, i), (VOCAB,)) for i in range(14)]
+    assert completion.ids == tuple(np.argmax(logits + jnp.stack(noise), axis=-1).tolist())
+
+
 def test_greedy_is_the_argmax_whatever_the_key():
     a, b = generate(
         make_engine(), request(temperature=0.0, seed=1), request(temperature=0.0, seed=2, max_tokens=9)
