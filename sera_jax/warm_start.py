@@ -116,7 +116,7 @@ def demonstrator(config: Config, parts: Parts, number: int) -> ScriptedActor:
         launch_probability=rng.choice((0.3, 0.7)),
         blind=True,
         ask=rng.choice((0.0, 0.3)),
-        mistakes=oracle.Mistakes.uniform(settings.mistake_rate * rng.choice((0.0, 1.0, 2.0))),
+        mistakes=oracle.Mistakes.of_rate(settings.mistake_rate * rng.choice((0.0, 1.0, 2.0))),
         seed=rng.getrandbits(32),
     )
 

@@ -87,9 +87,21 @@ class Mistakes:
     give_up: float = 0.0  # ends early
 
     @classmethod
-    def uniform(cls, rate: float) -> Mistakes:
-        """The same rate for every kind; claims are twice as likely, they follow other mistakes."""
-        return cls(rate, rate, rate, rate, min(1.0, 4 * rate), rate / 2)
+    def of_rate(cls, rate: float) -> Mistakes:
+        """Mistakes of a demonstrator who knows the recipes and is careless.
+
+        Wrong amounts and unfounded claims are four times as likely as slips in a single craft: they are
+        what reinforcement is to mend, where a policy that does not know a recipe has nothing to try.
+        """
+        often = min(0.9, 4 * rate)
+        return cls(
+            under_count=often,
+            forget=rate,
+            wrong_amount=rate,
+            needless_launch=rate,
+            claim=often,
+            give_up=rate / 2,
+        )
 
 
 class OracleAgent:

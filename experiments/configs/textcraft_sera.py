@@ -53,7 +53,7 @@ def tiny() -> Config:
     return Config(
         name="textcraft_sera_tiny",
         schedule="execution:8,delegation:1,rubric:1",
-        environment=EnvironmentConfig(world="toy", toy_counts=(1, 2, 3)),
+        environment=EnvironmentConfig(world="toy"),
         policy=PolicyConfig(size="tiny", dtype="float32"),
         rollout=RolloutConfig(
             max_turns=8,
@@ -68,8 +68,8 @@ def tiny() -> Config:
         credit=CreditConfig(execution_baseline="per_depth"),
         optimizer=OptimizerConfig(learning_rate=3e-4),
         learner=LearnerConfig(row_length=128, micro_rows=16),
-        warm_start=WarmStartConfig(steps=700, scorer_examples=6),
-        run=RunConfig(steps=120, checkpoint_every=20, eval_tasks=128, save_trees_every=10),
+        warm_start=WarmStartConfig(steps=1200),
+        run=RunConfig(steps=120, checkpoint_every=20, eval_every=30, eval_tasks=128, save_trees_every=10),
     )
 
 

@@ -34,7 +34,7 @@ def ranking_reward(
     score_B: Float[Array, "B"],
     label_B: Bool[Array, "B"],
     valid_B: Bool[Array, "B"],
-    margin: float = 0.2,
+    margin: float | Float[Array, ""] = 0.2,
 ) -> tuple[Float[Array, ""], Bool[Array, ""]]:
     """R = -mean over successes i and failures j of max(0, margin - (s_i - s_j)), in [-1 - margin, 0].
 
@@ -52,9 +52,9 @@ def rank_disc_reward(
     score_B: Float[Array, "B"],
     label_B: Bool[Array, "B"],
     valid_B: Bool[Array, "B"],
-    margin: float = 0.2,
-    order_weight: float = 0.5,
-    spread_scale: float = 2.0,
+    margin: float | Float[Array, ""] = 0.2,
+    order_weight: float | Float[Array, ""] = 0.5,
+    spread_scale: float | Float[Array, ""] = 2.0,
 ) -> tuple[Float[Array, ""], Bool[Array, ""]]:
     """The rank + discrimination ablation: R = w R_order + (1 - w) R_disc, in [0, 1].
 
@@ -94,7 +94,7 @@ def ranking_diagnostics(
     score_B: Float[Array, "B"],
     label_B: Bool[Array, "B"],
     valid_B: Bool[Array, "B"],
-    margin: float = 0.2,
+    margin: float | Float[Array, ""] = 0.2,
 ) -> RankingDiagnostics:
     """See :class:`RankingDiagnostics`. In the example: 4 pairs, accuracy .75, mean gap .4."""
     gap_BxB, pair_BxB = _pairs(score_B, label_B, valid_B)

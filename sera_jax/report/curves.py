@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
 
 from sera_jax.report.metrics import read_metrics
 
@@ -70,15 +71,8 @@ def plot_run(metrics_path: Path, png_path: Path) -> None:
             axis.set_ylim(-0.02, 1.02)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
-    for stage, colour in _STAGE_COLOURS.items():
-        figure.text(
-            0.99 if stage == "rubric" else 0.9,
-            0.005,
-            f"{stage} stage",
-            ha="right",
-            fontsize=8,
-            bbox={"facecolor": colour, "lw": 0},
-        )
+    bands = [Patch(color=colour, label=f"{stage} stage") for stage, colour in _STAGE_COLOURS.items()]
+    figure.legend(handles=bands, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
     figure.savefig(png_path, dpi=110)
     plt.close(figure)
 

@@ -36,7 +36,7 @@ def toy_task(item: str = "a3a", count: int = 2, name: str = "test") -> Task:
 
 
 def spec(stage: Stage = Stage.EXECUTION, **changes) -> TreeSpec:
-    settings = dict(max_turns=8, max_depth=2, max_tokens=24, writer_tokens=40, scorer_tokens=20)
+    settings = {"max_turns": 8, "max_depth": 2, "max_tokens": 24, "writer_tokens": 40, "scorer_tokens": 20}
     settings |= {
         Stage.EXECUTION: {"rubrics": "launches"},
         Stage.DELEGATION: {},
