@@ -247,8 +247,9 @@ def _check(directory: Path, table: Mapping[str, Any], tensors: Mapping[str, Any]
     # A tied model may ship its head as well; one that differs would be lost in silence.
     if cfg.tie_embeddings and _HEAD in tensors:
         same = tensors[_HEAD].get_shape() == tensors[_EMBED].get_shape() and all(
-            np.array_equal(tensors[_HEAD][low : low + _ROWS], tensors[_EMBED][low : low + _ROWS])
+            np.array_equal(tensors[_HEAD][low:high], tensors[_EMBED][low:high])
             for low in range(0, cfg.vocab_size, _ROWS)
+            for high in (min(low + _ROWS, cfg.vocab_size),)
         )
         if not same:
             raise HuggingFaceError(
