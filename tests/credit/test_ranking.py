@@ -46,18 +46,24 @@ def test_homogeneous_groups_and_missing_scores_are_not_ranked():
     assert valid and float(reward) == 0.0
 
 
+JITTED = jax.jit(ranking_reward)
+
+
 @given(st.lists(st.tuples(st.floats(0, 1, width=32), st.booleans()), min_size=2, max_size=8))
 @settings(max_examples=30, deadline=None)
 def test_bounds_and_order(branches):
-    score, label = (np.array(x) for x in zip(*branches, strict=True))
-    score, label = score.astype(np.float32), label.astype(bool)
-    valid = np.ones(len(score), bool)
-    reward, ranked = ranking_reward(score, label, valid)
-    assert bool(ranked) == (label.any() and not label.all())
+    def rank(branches):
+        rest = [(0.0, False)] * (8 - len(branches))  # one shape, one compilation
+        score, label = zip(*branches, *rest, strict=True)
+        valid = jnp.arange(8) < len(branches)
+        return JITTED(jnp.asarray(score, jnp.float32), jnp.asarray(label, bool), valid)
+
+    reward, ranked = rank(branches)
+    labels = [label for _, label in branches]
+    assert bool(ranked) == (any(labels) and not all(labels))
     assert -1.2 - 1e-6 <= float(reward) <= 0
     # Order of the branches does not matter.
-    again, _ = ranking_reward(score[::-1].copy(), label[::-1].copy(), valid)
-    assert float(again) == pytest.approx(float(reward), abs=1e-6)
+    assert float(rank(branches[::-1])[0]) == pytest.approx(float(reward), abs=1e-6)
 
 
 def test_rubric_advantages_by_batch_and_by_task():

@@ -1,0 +1,299 @@
+"""Worlds, records, tasks and the planner, against the published data."""
+
+import collections
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from envs.textcraft import tasks as T
+from envs.textcraft.generate import published_world, toy_world
+from envs.textcraft.oracle import Mistakes, OracleAgent, PlanError, plan, write_rubric, write_score
+from envs.textcraft.play import drive, find_task
+from envs.textcraft.state import CraftAction, CraftState, Outcome, craft
+from envs.textcraft.structured import StructuredTextCraft
+from envs.textcraft.world import MAX_INGREDIENTS, CraftWorld, Recipe
+
+WORLD = published_world()
+RECORDS = (*T.records("train"), *T.records("val"))
+
+
+def test_the_published_graph():
+    assert (len(WORLD.names), len(WORLD.recipes), len(WORLD.base_items)) == (1452, 1402, 50)
+    tiers = collections.Counter(WORLD.tiers)
+    want = [50, 125, 125, 120, 120, 120, 115, 115, 115, 110, 114, 114, 109]
+    assert [tiers[t] for t in range(13)] == want
+    assert WORLD.names[:2] == ("m0_ore", "m1_ore") and "m0_i6_6_10" in WORLD.index
+    assert max(len(r.ingredients) for r in WORLD.recipes.values()) == 6
+
+
+def test_every_step_of_every_gold_plan_is_a_recipe_of_the_generated_graph():
+    steps = 0
+    for task in RECORDS:
+        for item, executions, ingredients, made in task.data.gold:
+            recipe = WORLD.recipes[item]
+            assert ingredients == {n: q * executions for n, q in recipe.ingredients.items()}
+            assert made == recipe.yields * executions
+            steps += 1
+    assert len(RECORDS) == 3154 and steps > 100_000
+
+
+def test_splits():
+    count = lambda name: len(T.split(name))
+    assert count("train_medium") == 852 and count("test") == 632 and count("dev") == 100
+    assert [count(f"test_{t}") for t in T.TIERS] == [147, 213, 136, 136]
+    # 588, 544 and 538 records less the 34, 33 and 33 of dev.
+    assert [count(f"train_{t}") for t in T.TIERS] == [554, 852, 511, 505]
+    published = collections.Counter(task.tier for task in T.records("train"))
+    assert [published[t] for t in T.TIERS] == [588, 852, 544, 538]
+    dev = collections.Counter(task.tier for task in T.split("dev"))
+    assert dev == {"easy": 34, "hard": 33, "extreme": 33}
+    train = {task.id for task in T.split("train_all")}
+    assert not train & T.dev_ids() and len(train) == 2422
+    targets = lambda name: {item for task in T.split(name) for item in task.goal.targets}
+    assert not targets("train_all") & targets("test")
+    for bad in ("val", "train", "test_huge", "dev_easy"):
+        with pytest.raises(ValueError, match=f"split '{bad}': dev, test"):
+            T.split(bad)
+
+
+# --- all gold plans in one vmapped run -------------------------------------------------------------
+
+LIMIT = 32  # steps of one segment of a plan
+
+
+def segments():
+    """Every plan cut into segments of 32 steps, each with the inventory that it starts from."""
+    starts, actions, ends, wanted = [], [], [], []
+    size = len(WORLD.names)
+    for task in RECORDS:
+        inventory = WORLD.inventory(task.data.inventory)
+        gold = task.data.gold
+        for low in range(0, len(gold), LIMIT):
+            part = gold[low : low + LIMIT]
+            target = np.zeros(LIMIT, np.int32)
+            count = np.zeros(LIMIT, np.int32)
+            item = np.full((LIMIT, MAX_INGREDIENTS), -1, np.int32)
+            amount = np.zeros((LIMIT, MAX_INGREDIENTS), np.int32)
+            starts.append(inventory.copy())
+            for s, (name, _, ingredients, made) in enumerate(part):
+                target[s], count[s] = WORLD.index[name], made
+                for j, (ingredient, units) in enumerate(ingredients.items()):
+                    item[s, j], amount[s, j] = WORLD.index[ingredient], units
+                    inventory[WORLD.index[ingredient]] -= units
+                inventory[target[s]] += made
+            actions.append((target, count, item, amount))
+            ends.append(inventory.copy())
+            wanted.append(len(part))
+        ((name, units),) = task.goal.targets.items()
+        assert inventory[WORLD.index[name]] >= units and inventory.min() >= 0
+    assert size == len(starts[0])
+    columns = [np.stack(x) for x in zip(*actions, strict=True)]
+    return np.stack(starts), CraftAction(*columns), np.stack(ends), np.array(wanted)
+
+
+@pytest.fixture(scope="module")
+def all_plans():
+    return segments()
+
+
+def test_every_gold_plan_replays_to_success_in_one_vmapped_run(all_plans):
+    starts, actions, ends, wanted = all_plans
+    tables = jax.tree.map(jnp.asarray, WORLD.tables)
+
+    @jax.jit
+    @jax.vmap
+    def replay(inventory, actions):
+        def step(state, action):
+            state, code = craft(tables, state, action)
+            return state, code
+
+        state, codes = jax.lax.scan(step, CraftState(inventory, jnp.array(False)), actions)
+        return state.inventory, codes
+
+    begin = time.perf_counter()
+    # Chunks of one shape bound the memory of the scatters.
+    chunk, results = 512, []
+    pad = -len(starts) % chunk
+    padded = jax.tree.map(lambda x: np.concatenate([x, x[:pad]]), (starts, actions))
+    for low in range(0, len(padded[0]), chunk):
+        part = jax.tree.map(lambda x, low=low: x[low : low + chunk], padded)
+        results.append(jax.tree.map(np.asarray, replay(*part)))
+    inventory = np.concatenate([r[0] for r in results])[: len(starts)]
+    codes = np.concatenate([r[1] for r in results])[: len(starts)]
+    print(f"{len(RECORDS)} plans, {wanted.sum()} crafts: {time.perf_counter() - begin:.1f} s")
+    live = np.arange(LIMIT)[None] < wanted[:, None]
+    assert np.all(codes[live] == Outcome.OK)
+    # The rest of a segment asks for 0 units and is refused.
+    assert np.all(codes[~live] == Outcome.COUNT)
+    np.testing.assert_array_equal(inventory, ends)
+
+
+def test_wrong_variants_of_every_plan_are_refused_with_their_code(all_plans):
+    starts, actions, _, _ = all_plans
+    tables = jax.tree.map(jnp.asarray, WORLD.tables)
+    first = CraftAction(*[jnp.asarray(column[:, 0]) for column in actions])
+    states = CraftState(jnp.asarray(starts), jnp.zeros(len(starts), bool))
+    run = jax.jit(jax.vmap(lambda s, a: craft(tables, s, a)))
+
+    # One unit short: the inventory holds one less of the first ingredient than is needed.
+    row = jnp.arange(len(starts))
+    short = states.inventory.at[row, first.ingredient[:, 0]].set(first.quantity[:, 0] - 1)
+    after, codes = run(CraftState(short, states.done), first)
+    assert np.all(codes == Outcome.SHORT)
+    np.testing.assert_array_equal(after.inventory, short)
+
+    # A wrong multiple: one unit more than the yield allows, where the yield is more than one.
+    yields = tables.yields[first.target]
+    many = np.asarray(yields > 1)
+    assert many.sum() > 2000
+    codes = np.asarray(run(states, first._replace(count=first.count + 1))[1])
+    assert np.all(codes[many] == Outcome.MULTIPLE)
+    # Twice the units from the same ingredients: a right multiple, a wrong amount.
+    codes = np.asarray(run(states, first._replace(count=2 * first.count))[1])
+    assert np.all(codes == Outcome.AMOUNT)
+
+    # An extra ingredient: the target itself is never its own ingredient.
+    free = jnp.argmax(first.ingredient == -1, axis=1)
+    extra = first._replace(
+        ingredient=first.ingredient.at[row, free].set(first.target),
+        quantity=first.quantity.at[row, free].set(1),
+    )
+    assert np.all(run(states, extra)[1] == Outcome.EXTRA)
+    # A missing one: the first place emptied.
+    fewer = first._replace(ingredient=first.ingredient.at[:, 0].set(-1))
+    assert np.all(run(states, fewer)[1] == Outcome.MISSING)
+
+
+# --- toy worlds and tasks ----------------------------------------------------------------------------
+
+
+def digest():
+    world = toy_world(3, domains=2, max_tier=4, items_per_tier=6)
+    toy = T.ToyTasks(world, tiers=(2, 3), counts=(1, 2), seed=5)
+    task = toy.task(toy.trained[0], "x")
+    recipes = {n: [dict(r.ingredients), r.yields] for n, r in world.recipes.items()}
+    return json.dumps(
+        [recipes, toy.trained, toy.unseen, task.id, task.data.inventory, sorted(T.dev_ids())[:5]]
+    )
+
+
+def test_worlds_and_tasks_are_the_same_in_every_process():
+    code = "import sys; sys.path.insert(0, 'tests/envs'); import test_world; print(test_world.digest())"
+    for seed in ("0", "1", "77"):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        assert result.stdout.strip() == digest(), result.stderr
+
+
+def test_toy_tasks_split_pairs_and_hold_enough():
+    world = toy_world(0)
+    toy = T.ToyTasks(world, tiers=(2, 3), counts=(1, 2), unseen_fraction=0.2)
+    # 2 domains x 2 tiers x 5 items x 2 counts = 40 pairs, a fifth of them unseen.
+    assert (len(toy.trained), len(toy.unseen)) == (32, 8)
+    assert not set(toy.trained) & set(toy.unseen)
+    for pair in (*toy.trained, *toy.unseen):
+        a, b = toy.task(pair, "a"), toy.task(pair, "b")
+        assert a.id != b.id and a == toy.task(pair, "a")
+        plan(world, a.data.inventory, a.goal.targets)  # raises without a plan
+    with pytest.raises(ValueError, match=r"tiers=\(9,\): the world has no craftable item"):
+        T.ToyTasks(world, tiers=(9,), counts=(1,))
+
+
+def test_base_needs_ignore_yields():
+    world = CraftWorld(
+        ("ore", "bar", "tool"),
+        (0, 1, 2),
+        {"bar": Recipe({"ore": 2}, 4), "tool": Recipe({"bar": 3, "ore": 1}, 1)},
+    )
+    # 2 tools: 6 bars as if each took 2 ore = 12, and 2 ore: 14.
+    assert T.base_needs(world, "tool", 2) == {"ore": 14}
+
+
+def test_bad_worlds_are_refused():
+    with pytest.raises(ValueError, match="names: every item is expected once"):
+        CraftWorld(("a", "a"), (0, 0), {})
+    with pytest.raises(ValueError, match=r"recipe of 'a': unknown items \['b'\]"):
+        CraftWorld(("a",), (0,), {"a": Recipe({"b": 1}, 1)})
+    with pytest.raises(ValueError, match="1 to 6 ingredients are expected, got 0"):
+        CraftWorld(("a",), (0,), {"a": Recipe({}, 1)})
+    with pytest.raises(ValueError, match="inventory: unknown item 'x'"):
+        WORLD.inventory({"x": 1})
+    with pytest.raises(ValueError, match="items_per_tier=27"):
+        toy_world(0, items_per_tier=27)
+
+
+# --- planner and scripted agent ------------------------------------------------------------------------
+
+
+def test_a_plan_uses_what_is_there_and_keeps_the_targets():
+    world = CraftWorld(
+        ("ore", "bar", "tool"),
+        (0, 1, 2),
+        {"bar": Recipe({"ore": 2}, 4), "tool": Recipe({"bar": 3, "ore": 1}, 1)},
+    )
+    # One more tool on top of the one there: 3 bars, 1 held: 2 missing, one execution of 4.
+    crafts = plan(world, {"ore": 5, "bar": 1, "tool": 1}, {"tool": 1})
+    assert [c.command() for c in crafts] == ["craft 4 bar : 2 ore .", "craft 1 tool : 3 bar 1 ore ."]
+    with pytest.raises(PlanError, match="3 ore are needed, 2 are there"):
+        plan(world, {"ore": 2, "bar": 1}, {"tool": 1})
+
+
+@pytest.mark.parametrize(("tier", "number"), [("easy", 147), ("medium", 213)])
+@pytest.mark.parametrize("style", ["compact", "prose"])
+def test_the_scripted_agent_solves_the_test_tasks(tier, number, style):
+    env = StructuredTextCraft(WORLD, style)
+    agent = OracleAgent(WORLD, launch_probability=0.5)
+    played = [drive(env, task, agent.reply) for task in T.split(f"test_{tier}")]
+    assert sum(p.success for p in played) == len(played) == number
+    assert sum(p.launches for p in played) > 100
+    assert max(p.longest for p in played) <= 20 and max(p.deepest for p in played) <= 3
+
+
+def test_mistakes_cost_success():
+    world = toy_world(0)
+    toy = T.ToyTasks(world, tiers=(2, 3), counts=(1, 2))
+    env = StructuredTextCraft(world)
+
+    def success(rate):
+        agent = OracleAgent(world, blind=True, launch_probability=0.5, mistakes=Mistakes.of_rate(rate))
+        tasks = [toy.task(pair, str(i)) for pair in toy.trained for i in range(4)]
+        return np.mean([drive(env, t, agent.reply, max_turns=8, max_depth=2).success for t in tasks])
+
+    assert success(0.0) > 0.97
+    assert 0.1 < success(0.1) < 0.8
+
+
+def test_rubrics_and_scores_of_the_demonstrator():
+    rng = random.Random(0)
+    rubric = write_rubric({"x": 2}, 8, rng, good=1.0)
+    assert rubric.startswith("have 2 x w 6 ; made x w 2 ; turns ")
+    assert all("have 2 x w 6" not in write_rubric({"x": 2}, 8, rng, good=0.0) for _ in range(20))
+    evidence = "net 1 x ; made 1 x ; turns 3 ; said done ;"
+    assert write_score(["have 2 x", "made x"], "said done", evidence) == "n y gate y ."
+    with pytest.raises(ValueError, match="no program grade"):
+        write_score(["be kind"], "said done", evidence)
+
+
+def test_play_finds_tasks_and_refuses_others():
+    _, task = find_task("test:67")
+    assert task.id == "textcraft_synth.val.67"
+    for bad, message in (
+        ("test", "SPLIT:NUMBER is expected"),
+        ("test:9999", "test has 632 tasks"),
+        ("toy:99", "40"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find_task(bad)
+    command = [sys.executable, "-m", "envs.textcraft.play", "--agent", "oracle", "--task"]
+    result = subprocess.run([*command, "toy:3"], capture_output=True, text=True)
+    assert "Success: Played(success=True" in result.stdout, result.stderr
+    result = subprocess.run([*command, "toy:x"], capture_output=True, text=True)
+    assert result.returncode == 2 and "SPLIT:NUMBER is expected" in result.stderr
