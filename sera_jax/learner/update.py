@@ -127,7 +127,7 @@ def make_update(
         return total, loss / count, report
 
     def apply(state, gradient, live):
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         good = jnp.isfinite(norm) & live
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
