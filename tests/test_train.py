@@ -63,9 +63,12 @@ def test_a_run_leaves_what_it_should(whole):
     assert [r["stage"] for r in rows] == ["execution", "delegation", "rubric"] * 2
     assert [r["version"] for r in rows] == list(range(6))
     for row in rows:
-        assert row["trees"] == 6 and row["trees_invalid"] == 0
+        assert row["trees"] == 8 and row["trees_invalid"] == 0
         if row["learner/trained_tokens"]:
             assert row["learner/logprob_gap_max"] < 1e-4
+    # A resumed run proves something only if the updates were real.
+    trained = {r["stage"] for r in rows if r["learner/trained_tokens"] and r["learner/grad_norm"] > 0}
+    assert trained == set(Stage)
     kinds = {r["kind"] for r in read_metrics(workdir / "metrics.jsonl")}
     assert {"eval/trained_pairs", "eval/unseen_pairs"} <= kinds
     config = json.loads((workdir / "config.json").read_text())

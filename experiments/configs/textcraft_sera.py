@@ -85,17 +85,18 @@ def easy() -> Config:
 
 
 def smoke() -> Config:
-    """All stages in a few small steps."""
+    """All stages in a few small steps, on one-step tasks that even this policy sometimes solves."""
     base = tiny()
     return dataclasses.replace(
         base,
         name="textcraft_sera_smoke",
         schedule="execution:1,delegation:1,rubric:1",
+        environment=EnvironmentConfig(world="toy", toy_tiers=(2,), toy_counts=(1,), toy_items_per_tier=2),
         policy=PolicyConfig(
-            size="tiny", dtype="float32", layers=2, width=32, heads=2, kv_heads=1, head_dim=16, ffn=64
+            size="tiny", dtype="float32", layers=2, width=64, heads=2, kv_heads=1, head_dim=32, ffn=128
         ),
-        rollout=dataclasses.replace(base.rollout, tasks_per_step=2, group_size=3, slots=64),
+        rollout=dataclasses.replace(base.rollout, tasks_per_step=2, group_size=4, slots=64),
         learner=LearnerConfig(row_length=128, micro_rows=8),
-        warm_start=WarmStartConfig(steps=60, trees=40, scorer_examples=1, warmup_steps=10),
+        warm_start=WarmStartConfig(steps=250, trees=150, scorer_examples=1, warmup_steps=10),
         run=RunConfig(steps=3, checkpoint_every=1, eval_tasks=4, save_trees_every=1),
     )

@@ -30,10 +30,8 @@ def print_summary(workdir: Path, console: Console) -> None:
         source, stage, purpose, field = key.split("/")
         if source == "verifier" and field == "calls":
             verifier[f"{purpose} ({stage})"] += count
-    console.print(
-        "Verifier calls: " + ", ".join(f"{n} {name}" for name, n in sorted(verifier.items())),
-        highlight=False,
-    )
+    calls = ", ".join(f"{n:,} {name}" for name, n in sorted(verifier.items())) or "none"
+    console.print(f"Verifier calls: {calls}", highlight=False, soft_wrap=True)
     console.print(
         f"Curves: {workdir / 'curves.png'}   metrics: {workdir / 'metrics.jsonl'}   trees: "
         f"{workdir / 'trees'}   checkpoints: {workdir / 'checkpoints'}",
@@ -47,60 +45,67 @@ _EVALUATED = (
     ("verified child success", "env/child_success"),
     ("mean score", "judge/score"),
     ("score minus verified success", "judge/score_minus_verified"),
-    ("scorer right on succeeded children", "judge/scorer_right_succeeded"),
-    ("scorer right on failed children", "judge/scorer_right_failed"),
-    ("score agrees with success, succeeded", "judge/accuracy_succeeded"),
-    ("score agrees with success, failed", "judge/accuracy_failed"),
+    ("scorer = program, succeeded children", "judge/scorer_right_succeeded"),
+    ("scorer = program, failed children", "judge/scorer_right_failed"),
+    ("score >= 1/2 for succeeded children", "judge/accuracy_succeeded"),
+    ("score < 1/2 for failed children", "judge/accuracy_failed"),
 )
 
 
 def _evaluations(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Held-out tasks, greedy, one tree each", title_justify="left")
-    table.add_column("")
     kinds = list(dict.fromkeys(row["kind"] for row in rows if row["kind"].startswith("eval/")))
     ends = {}
     for kind in kinds:
         mine = [row for row in rows if row["kind"] == kind]
         ends[kind] = (mine[0], mine[-1])
-        name = kind.removeprefix("eval/").replace("_", " ")
-        table.add_column(f"{name}\nafter {mine[0]['version']} updates", justify="right")
-        table.add_column(f"{name}\nafter {mine[-1]['version']}", justify="right")
+    first, last = next(iter(ends.values())) if ends else ({"version": 0}, {"version": 0})
+    table = Table(
+        title=f"Held-out tasks, greedy: after {first['version']} and after {last['version']} updates",
+        title_justify="left",
+    )
+    table.add_column("")
+    for kind in kinds:
+        table.add_column(kind.removeprefix("eval/").replace("_", " "), justify="right", no_wrap=True)
     for label, key in _EVALUATED:
-        cells = [_number(row.get(key)) for kind in kinds for row in ends[kind]]
-        if any(cells):
-            table.add_row(label, *cells)
+        cells = [[_number(row.get(key)) for row in ends[kind]] for kind in kinds]
+        if any(any(pair) for pair in cells):
+            table.add_row(label, *(f"{before or '-'} -> {after or '-'}" for before, after in cells))
     return table
 
 
+_PER_STAGE = (
+    ("updates", "version", np.size),
+    ("updates with trained tokens", "learner/trained_tokens", np.count_nonzero),
+    ("trained tokens", "learner/trained_tokens", np.sum),
+    ("samples", "credit/samples", np.sum),
+    ("mean gradient norm", "learner/grad_norm", np.mean),
+    ("largest log-prob gap, sampler to learner", "learner/logprob_gap_max", np.max),
+    ("groups ranked", "credit/rubric/groups_ranked", np.sum),
+    ("mean ranking accuracy", "credit/rubric/accuracy", np.mean),
+    ("seconds a step", "seconds/total", np.mean),
+)
+
+
 def _stages(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Stages", title_justify="left")
-    columns = (
-        ("updates", None, np.size),
-        ("with trained tokens", "learner/trained_tokens", np.count_nonzero),
-        ("trained tokens", "learner/trained_tokens", np.sum),
-        ("samples", "credit/samples", np.sum),
-        ("mean grad norm", "learner/grad_norm", np.mean),
-        ("largest log-prob gap", "learner/logprob_gap_max", np.max),
-        ("seconds a step", "seconds/total", np.mean),
-    )
-    table.add_column("stage")
-    for label, _, _ in columns:
-        table.add_column(label, justify="right")
     train = [row for row in rows if row["kind"] == "train"]
-    for stage in dict.fromkeys(row["stage"] for row in train):
-        mine = [row for row in train if row["stage"] == stage]
+    stages = list(dict.fromkeys(row["stage"] for row in train))
+    table = Table(title="What each stage did", title_justify="left")
+    table.add_column("")
+    for stage in stages:
+        table.add_column(stage, justify="right", no_wrap=True)
+    for label, key, reduce in _PER_STAGE:
         cells = []
-        for _, key, reduce in columns:
-            values = [row[key or "version"] for row in mine if row.get(key or "version") is not None]
+        for stage in stages:
+            values = [r[key] for r in train if r["stage"] == stage and r.get(key) is not None]
             cells.append(_number(float(reduce(values))) if values else "")
-        table.add_row(stage, *cells)
+        table.add_row(label, *cells)
     return table
 
 
 def _number(value: float | None) -> str:
     if value is None:
         return ""
-    if value == int(value) and abs(value) >= 2:
+    if value == int(value) and abs(value) >= 1:
         return f"{int(value):,}"
     return f"{value:.3f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
 
@@ -117,14 +122,14 @@ def dry_run(config: Config, workdir: Path, console: Console) -> None:
     table = Table(
         title=f"{config.name}, fingerprint {config_lib.fingerprint(config)}", title_justify="left"
     )
-    table.add_column("what")
-    table.add_column("how much", justify="right")
+    table.add_column("")
+    table.add_column("how much", justify="right", no_wrap=True)
     for label, value in (
         ("updates", f"{config.run.steps:,} ({counts})"),
         ("trees a step", f"{rollout.tasks_per_step} tasks x {rollout.group_size} trees"),
         ("parameters", f"{parameters:,}"),
-        ("weights, gradients and two moments, float32", f"{16 * parameters / 2**30:.2f} GiB"),
-        ("serving copy of the weights", f"{np.dtype(model.dtype).itemsize * parameters / 2**30:.2f} GiB"),
+        ("weights, gradients, moments", f"{16 * parameters / 2**30:.2f} GiB"),
+        ("serving copy of weights", f"{np.dtype(model.dtype).itemsize * parameters / 2**30:.2f} GiB"),
         ("engine cache", f"{cache / 2**30:.2f} GiB ({rollout.slots} slots x {rollout.context_length})"),
         ("tokens of a micro-batch", f"{config.learner.micro_rows * config.learner.row_length:,}"),
     ):
@@ -133,4 +138,4 @@ def dry_run(config: Config, workdir: Path, console: Console) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     path = workdir / "config.dry_run.json"
     path.write_text(json.dumps(config_lib.as_dict(config), indent=1) + "\n")
-    console.print(f"Resolved settings: {path}", highlight=False)
+    console.print(f"Resolved settings: {path}", highlight=False, soft_wrap=True)
