@@ -6,6 +6,7 @@ sampled (see :mod:`sera_jax.policy.rendering`).
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,10 +49,12 @@ class Tokenizer:
         self.im_end: int = ids[IM_END]
         # Qwen3's generation config ends at either.
         self.stop_ids: tuple[int, ...] = (self.im_end, self.pad_id)
-        self._unknown = backend.token_to_id(_UNKNOWN)
+        # Elsewhere "<unk>" may be a word like any other, as it is in Qwen3's vocabulary.
+        self._unknown = backend.token_to_id(_UNKNOWN) if self._is_words else None
         added = backend.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        # Added tokens may lie behind a gap.
+        self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added))
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Tokenizer:
@@ -76,6 +79,9 @@ class Tokenizer:
 
     def encode(self, text: str, strict: bool = False) -> list[int]:
         """Ids of a plain text; control tokens spelled in it stay text.
+
+        Decoding gives the text back, except for what the tokenizer normalizes: Qwen3's composes
+        characters (NFC), a word-level one knows only words and single spaces.
 
         Args:
           text: Any text.
@@ -102,7 +108,12 @@ class Tokenizer:
     def decoded_length(self, ids: Sequence[int]) -> int:
         """Characters of the decoded ids; a character that is cut at the end does not count."""
         text = self.decode(ids)
-        return len(text.rstrip(_REPLACEMENT)) if not self._is_words else len(text)
+        if self._is_words or not text.endswith(_REPLACEMENT):
+            return len(text)
+        # Cut, or meant: a policy may write U+FFFD itself. The bytes tell.
+        tokens = (self._backend.id_to_token(i) for i in ids if 0 <= i < self.vocab_size)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return len(decoder.decode(b"".join(map(_bytes, tokens))))
 
     def char_span_to_token_span(self, ids: Sequence[int], start: int, end: int) -> tuple[int, int]:
         """Tokens [low, high) that write the characters [start, end) of the decoded ids.
@@ -125,6 +136,24 @@ class Tokenizer:
 
         low = max(0, boundary(start + 1) - 1)
         return low, min(len(ids), max(low + 1, boundary(end)))
+
+
+def _byte_values() -> dict[str, int]:
+    """Byte-level vocabularies spell printable bytes as themselves and the others from U+0100 on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_VALUES = _byte_values()
+
+
+def _bytes(token: str | None) -> bytes:
+    """The bytes that a token of a byte-level vocabulary writes."""
+    if token is None:
+        return b""
+    values = [_BYTE_VALUES.get(character) for character in token]
+    return token.encode() if None in values else bytes(values)
 
 
 def word_tokenizer(words: Sequence[str], max_number: int = 99) -> Tokenizer:

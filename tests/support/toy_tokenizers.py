@@ -11,7 +11,7 @@ THINK, END_THINK = "<think>", "</think>"
 
 
 def spelled(data: bytes) -> str:
-    """Bytes as a byte-level vocabulary spells them, by ``tokenizers`` itself where it is printable text."""
+    """Bytes as a byte-level vocabulary spells them: printable ones as they are, others from U+0100 on."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return "".join(chr(byte) if byte in plain else chr(256 + others.index(byte)) for byte in data)
