@@ -141,9 +141,9 @@ def load(
 ) -> Params:
     """Parameters of a directory, as :func:`~sera_jax.policy.qwen3.parameter_table` lays them out.
 
-    Every name, shape and file is checked before a value is read. Then arrays are made one at a time:
-    besides the weights themselves, host memory holds one parameter with all its layers, or with
-    ``shardings`` one device's part of it.
+    Every name, shape and file is checked before a value is read. Then arrays are made one at a time
+    from memory-mapped files: besides the weights themselves, host memory holds one parameter with all
+    its layers, or with ``shardings`` one device's part of it.
 
     Args:
       directory: Where the files lie.
@@ -170,8 +170,7 @@ def load(
             read = lambda index: _read(info, tensors, index, dtype)
             if sharding is not None:
                 return jax.make_array_from_callback(info.shape, sharding, read)
-            # A copy, so that the learner may donate its buffer.
-            return jnp.array(read((slice(None),) * len(info.shape)))
+            return jnp.asarray(read((slice(None),) * len(info.shape)))
 
         if shardings is None:
             shardings = jax.tree.map(lambda _: None, table, is_leaf=qwen3.is_info)
