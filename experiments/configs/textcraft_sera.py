@@ -95,7 +95,7 @@ def smoke() -> Config:
         policy=PolicyConfig(
             size="tiny", dtype="float32", layers=2, width=64, heads=2, kv_heads=1, head_dim=32, ffn=128
         ),
-        rollout=dataclasses.replace(base.rollout, tasks_per_step=2, group_size=4, slots=64),
+        rollout=dataclasses.replace(base.rollout, tasks_per_step=2, group_size=4, slots=16),
         learner=LearnerConfig(row_length=128, micro_rows=8),
         warm_start=WarmStartConfig(steps=250, trees=150, scorer_examples=1, warmup_steps=10),
         run=RunConfig(steps=3, checkpoint_every=1, eval_tasks=4, save_trees_every=1),

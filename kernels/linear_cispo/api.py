@@ -51,7 +51,7 @@ def linear_logprob(
     mask_T: Bool[Array, "T"] | None = None,
     temperature: float | Float[Array, ""] | Float[Array, "T"] = 1.0,
     implementation: str | None = None,
-    chunk_size: int = _CHUNK,
+    chunk_size: int | None = None,
     capacity: int | None = None,
 ) -> Float[Array, "T"]:
     """log softmax(hidden @ head.T / temperature)[target], float32, differentiable in hidden and head.
@@ -63,7 +63,7 @@ def linear_logprob(
       mask_T: Tokens that are wanted; others get 0 and no gradient. None: all.
       temperature: Divides the logits; one number, or one for each token.
       implementation: See :func:`choose`.
-      chunk_size: Vocabulary columns at a time (``xla``); a memory knob only.
+      chunk_size: Vocabulary columns at a time (``xla``); a memory knob only. None: :func:`chunk_for`.
       capacity: Most wanted tokens, if fewer than T (``xla``).
 
     Raises:
@@ -88,9 +88,20 @@ def linear_logprob(
         targets_T,
         mask_T,
         temperature_T,
-        chunk_size=chunk_size,
+        chunk_size=chunk_size or chunk_for(head_VxH.shape[0]),
         capacity=capacity,
     )
+
+
+def chunk_for(vocabulary: int) -> int:
+    """A chunk of about 4,096 columns, one that divides the vocabulary if there is one nearby.
+
+    With V = 151,936 = 2^7 x 1187 that is 4,748: no column is computed twice.
+    """
+    for chunk in range(2 * _CHUNK, _CHUNK // 4, -1):
+        if vocabulary % chunk == 0 and abs(chunk - _CHUNK) <= _CHUNK // 2:
+            return chunk
+    return min(_CHUNK, vocabulary)
 
 
 def linear_cispo(
@@ -106,7 +117,7 @@ def linear_cispo(
     temperature: float | Float[Array, ""] | Float[Array, "T"] = 1.0,
     denominator: float | Float[Array, ""] | None = None,
     implementation: str | None = None,
-    chunk_size: int = _CHUNK,
+    chunk_size: int | None = None,
     capacity: int | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """The CISPO loss over trained tokens (SERA, arXiv 2610.04902; CISPO: MiniMax-M1, arXiv 2506.13585).
