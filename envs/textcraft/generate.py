@@ -118,9 +118,11 @@ def toy_world(
       quantities: (fewest, most) units of an ingredient for one execution.
       yields: (fewest, most) units that one execution makes.
     """
-    if not 1 <= items_per_tier <= 26 or not 1 <= domains <= 26:
+    base_items = items_per_tier if base_items is None else base_items
+    if not all(1 <= size <= 26 for size in (items_per_tier, domains, base_items)):
         raise ValueError(
-            f"items_per_tier={items_per_tier}, domains={domains}: names are letters, 1 to 26 of each"
+            f"items_per_tier={items_per_tier}, domains={domains}, base_items={base_items}: "
+            "names are letters, 1 to 26 of each"
         )
     rng = random.Random(f"toy-{seed}")
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -130,7 +132,7 @@ def toy_world(
     for d in range(domains):
         by_tier: list[list[str]] = []
         for tier in range(max_tier + 1):
-            size = (base_items or items_per_tier) if tier == 0 else items_per_tier
+            size = base_items if tier == 0 else items_per_tier
             items = [f"{letters[d]}{tier}{letters[i]}" for i in range(size)]
             for name in items if tier else ():
                 low, high = ingredients[min(tier, len(ingredients)) - 1]

@@ -9,7 +9,10 @@ for demonstrations and for measuring how often a policy's own scorer is right; t
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
+
+_NUMBER = re.compile(r"[0-9]{1,8}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,15 @@ class Evidence:
 
 def _pairs(counts: Mapping[str, int]) -> str:
     return " ".join(f"{count} {item}" for item, count in counts.items())
+
+
+def read_number(word: str) -> int | None:
+    """A non-negative integer of at most eight ASCII digits; None for any other word.
+
+    What a policy writes may be any string: other scripts have digits too, and ``int`` raises on very long
+    ones. Eight digits are far beyond any inventory and keep the products of a craft within int32.
+    """
+    return int(word) if _NUMBER.fullmatch(word) else None
 
 
 def parse_evidence(text: str) -> Evidence:
@@ -63,12 +75,12 @@ def grade(criterion: str, evidence: Evidence | str) -> float | None:
     if isinstance(evidence, str):
         evidence = parse_evidence(evidence)
     match criterion.split():
-        case ["have", count, item] if count.isdecimal():
-            return float(evidence.net.get(item, 0) >= int(count))
+        case ["have", count, item] if (units := read_number(count)) is not None:
+            return float(evidence.net.get(item, 0) >= units)
         case ["made", item]:
             return float(evidence.made.get(item, 0) > 0)
-        case ["turns", most] if most.isdecimal():
-            return float(evidence.turns <= int(most))
+        case ["turns", most] if (limit := read_number(most)) is not None:
+            return float(evidence.turns <= limit)
         case ["said", word]:
             return float(evidence.said == word)
     return None

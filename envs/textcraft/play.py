@@ -129,7 +129,10 @@ def main() -> None:
         reply = OracleAgent(env.world, launch_probability=arguments.launch).reply
     else:
         reply = lambda view, world, observation: input(f"[depth {view.depth}] command: ")
-    played = drive(env, task, reply, show=print)
+    try:
+        played = drive(env, task, reply, show=print)
+    except (EOFError, KeyboardInterrupt):
+        parser.exit(1, "\nStopped before the end of the task.\n")
     print(f"{'Success' if played.success else 'No success'}: {played}")
 
 

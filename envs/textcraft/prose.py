@@ -117,7 +117,7 @@ def craft_error(
 def refusal(code: str, command: str) -> str:
     """Why a command was not carried out."""
     return {
-        "malformed": f"Error: {command!r} is not a command. One of these is expected: {TOOLS}.",
+        "malformed": f"Error: {command!r} is not a command. One of these is expected: {TOOLS}",
         "loop": "Error: you repeat yourself; your work ends here.",
         "launch_target": f"Error: {command!r}: only items that have a recipe can be asked of a sub-agent.",
         "launch_depth": "Error: you are at the depth limit and cannot launch; do the work yourself.",
@@ -127,8 +127,11 @@ def refusal(code: str, command: str) -> str:
 def child_report(child: NodeView, message: str, stop: str, turns_left: int) -> str:
     """What a parent reads about a child that ended."""
     wanted = ", ".join(f"{count} {item}" for item, count in child.goal.targets.items())
-    said = f"reported: {message}" if stop == "finished" else f"ended without a report ({stop})"
+    if stop != "finished":
+        said = f"ended without a report ({stop})"
+    else:
+        said = f"reported: {message.rstrip('. ')}" if message.strip() else "ended with an empty report"
     return (
-        f"The sub-agent for {wanted} {said} It used {child.turn} of {child.max_turns} steps; "
+        f"The sub-agent for {wanted} {said}. It used {child.turn} of {child.max_turns} steps; "
         f"you have {turns_left} left."
     )

@@ -142,10 +142,13 @@ def make_action(world: CraftWorld, target: str, count: int, ingredients: dict[st
     size = len(world.names)
     place, quantity = np.full(MAX_INGREDIENTS, -1, np.int32), np.zeros(MAX_INGREDIENTS, np.int32)
     for j, (name, amount) in enumerate(ingredients.items()):
-        place[j], quantity[j] = world.index.get(name, size), min(amount, _MOST)
-    return CraftAction(
-        np.int32(world.index.get(target, size)), np.int32(min(count, _MOST)), place, quantity
-    )
+        place[j], quantity[j] = world.index.get(name, size), _bounded(amount)
+    return CraftAction(np.int32(world.index.get(target, size)), np.int32(_bounded(count)), place, quantity)
+
+
+def _bounded(amount: int) -> int:
+    """Within int32, refused as before: -1 is no positive number either."""
+    return max(-1, min(amount, _MOST))
 
 
 def net_increment(state: CraftState, baseline: CraftState, item: int) -> int:

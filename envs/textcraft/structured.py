@@ -6,20 +6,22 @@
     launch N X , M Y .       one child for each part; they share this world
     finish done .            end, with any message; an empty one never succeeds
 
-Words are separated by spaces. In the ``compact`` style, for tiny policies, a reply is the command and
-observations are a few words; in the ``prose`` style, for language models, the command is the reply's
-last line and texts are sentences. Nothing a policy writes raises: it is answered with what is wrong.
+Words are separated by spaces, numbers have at most eight digits. In the ``compact`` style, for tiny
+policies, a reply is the command and observations are a few words; in the ``prose`` style, for language
+models, the command is the reply's last line and texts are sentences. Nothing a policy writes raises: it
+is answered with what is wrong.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from envs.base import Goal, LaunchRequest, NodeView, Task, TurnGenerator, TurnOutcome, World
 from envs.textcraft import prose
-from envs.textcraft.grading import Evidence, grade
+from envs.textcraft.grading import Evidence, grade, read_number
 from envs.textcraft.state import Outcome, craft_host, initial_state, make_action, net_increment
 from envs.textcraft.tasks import goal_of
 from envs.textcraft.world import MAX_INGREDIENTS, CraftWorld
@@ -38,7 +40,6 @@ ERROR_WORDS: dict[Outcome, str] = {
     Outcome.SHORT: "short",
 }
 _STOPS = ("turns", "context", "loop", "error", "deadline", "cancelled")
-_LAUNCH = re.compile(r"(?:^|\n)[ \t]*(launch\b[^\n]*?)[ \t]*$")
 
 
 class StructuredTextCraft:
@@ -91,8 +92,8 @@ class StructuredTextCraft:
 
     def turn(self, view: NodeView, world: World, reply: str) -> TurnGenerator:
         """See :class:`envs.base.Environment`."""
-        lines = [line.strip() for line in reply.splitlines() if line.strip()]
-        words = (lines[-1] if lines else "").split()
+        low, high = _command_span(reply)
+        words = reply[low:high].split()
         if words and words[-1] == ".":
             words = words[:-1]
         command = " ".join(words)
@@ -111,7 +112,7 @@ class StructuredTextCraft:
                 return (yield from self._launch(view, rest, command))
             case ["finish", *message]:
                 if view.depth == 0:
-                    world.state = world.state._replace(done=True)
+                    world.state = world.state._replace(done=np.bool_(True))
                 return TurnOutcome("", "finish", finished=True, message=" ".join(message))
         return self._refuse("form", "malformed", command)
         yield  # a generator even where it launches nothing
@@ -148,26 +149,28 @@ class StructuredTextCraft:
 
     def _craft(self, view: NodeView, world: World, words: list[str], command: str) -> TurnOutcome:
         match words:
-            case [count, target, ":", *pairs] if pairs and len(pairs) % 2 == 0:
+            case [number, target, ":", *pairs] if pairs and len(pairs) % 2 == 0:
                 ingredients = {}
                 for amount, item in zip(pairs[::2], pairs[1::2], strict=True):
-                    if not amount.isdecimal() or item in ingredients:
+                    quantity = read_number(amount)
+                    if quantity is None or item in ingredients:
                         return self._refuse("form", "malformed", command)
-                    ingredients[item] = int(amount)
+                    ingredients[item] = quantity
             case _:
                 return self._refuse("form", "malformed", command)
-        if not count.isdecimal() or len(ingredients) > MAX_INGREDIENTS:
+        count = read_number(number)
+        if count is None or len(ingredients) > MAX_INGREDIENTS:
             return self._refuse("form", "malformed", command)
-        action = make_action(self.world, target, int(count), ingredients)
+        action = make_action(self.world, target, count, ingredients)
         world.state, outcome = craft_host(self.world.tables, world.state, action)
         if outcome != Outcome.OK:
-            text = prose.craft_error(self.world, outcome, target, int(count), ingredients, world.state)
+            text = prose.craft_error(self.world, outcome, target, count, ingredients, world.state)
             compact = f"err {ERROR_WORDS[outcome]} ;"
             return TurnOutcome(
                 compact if self.style == "compact" else text, f"craft_{outcome.name.lower()}"
             )
         made = view.memory["made"]
-        made[target] = made.get(target, 0) + int(count)
+        made[target] = made.get(target, 0) + count
         text = "ok ;" if self.style == "compact" else f"Crafted {count} {target}."
         return TurnOutcome(text, "craft_ok")
 
@@ -175,10 +178,10 @@ class StructuredTextCraft:
         goals = []
         for part in " ".join(words).split(","):
             match part.split():
-                case [count, item] if count.isdecimal() and int(count) > 0:
+                case [number, item] if count := read_number(number):
                     if item not in self.world.recipes:
                         return self._refuse("target", "launch_target", command)
-                    goals.append(goal_of({item: int(count)}))
+                    goals.append(goal_of({item: count}))
                 case _:
                     return self._refuse("form", "malformed", command)
         if not view.can_launch:
@@ -194,9 +197,12 @@ class StructuredTextCraft:
     # --- verdicts and evidence ------------------------------------------------------------------
 
     def launch_spans(self, reply: str) -> tuple[tuple[int, int], ...]:
-        """See :class:`envs.base.Environment`: the launch command, when it is the reply's last line."""
-        found = _LAUNCH.search(reply.rstrip())
-        return ((found.start(1), found.end(1)),) if found else ()
+        """See :class:`envs.base.Environment`: the command, when it is a launch.
+
+        A launch that is refused is an attempt and has its span too.
+        """
+        low, high = _command_span(reply)
+        return ((low, high),) if reply[low:high].split()[:1] == ["launch"] else ()
 
     def verify(self, view: NodeView, world: World, message: str) -> bool:
         """Net increment of every target since the node was opened, and a non-empty message."""
@@ -223,6 +229,16 @@ class StructuredTextCraft:
     def grade(self, criterion: str, evidence: str) -> float | None:
         """The program's grade of a compact criterion, for measuring scorers; see ``grading``."""
         return grade(criterion, evidence)
+
+
+def _command_span(reply: str) -> tuple[int, int]:
+    """Character span [start, end) of the last line that is not blank, without the blanks around it.
+
+    What is executed and what is trained as a launch must be the same characters, so both come from here.
+    """
+    body = reply.rstrip()
+    line = body.splitlines()[-1].lstrip() if body else ""
+    return len(body) - len(line), len(body)
 
 
 def _first(message: str) -> str:

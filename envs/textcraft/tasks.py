@@ -145,6 +145,10 @@ class ToyTasks:
         ]
         if not pairs:
             raise ValueError(f"tiers={tuple(tiers)}: the world has no craftable item of these tiers")
+        if min(counts) < 1:
+            raise ValueError(f"counts={tuple(counts)}: positive integers are expected")
+        if not 0 <= unseen_fraction < 1:
+            raise ValueError(f"unseen_fraction={unseen_fraction}: 0 or more and less than 1 is expected")
         random.Random(f"pairs-{seed}").shuffle(pairs)
         unseen = round(unseen_fraction * len(pairs))
         self.unseen = tuple(pairs[:unseen])

@@ -57,6 +57,10 @@ class CraftWorld:
     def __post_init__(self):
         if len(set(self.names)) != len(self.names):
             raise ValueError("names: every item is expected once")
+        if len(self.tiers) != len(self.names):
+            raise ValueError(
+                f"tiers: one for each of {len(self.names)} items is expected, got {len(self.tiers)}"
+            )
         known = set(self.names)
         for name, recipe in self.recipes.items():
             strangers = {name, *recipe.ingredients} - known
@@ -67,6 +71,17 @@ class CraftWorld:
                     f"recipe of {name!r}: 1 to {MAX_INGREDIENTS} ingredients are expected, "
                     f"got {len(recipe.ingredients)}"
                 )
+            if recipe.yields < 1:
+                raise ValueError(f"recipe of {name!r}: yields={recipe.yields}, at least 1 is expected")
+            for item, quantity in recipe.ingredients.items():
+                if quantity < 1:
+                    raise ValueError(f"recipe of {name!r}: {quantity} {item}, at least 1 is expected")
+                if self.tier(item) >= self.tier(name):
+                    # Planning goes down the tiers; this also rules out circles.
+                    raise ValueError(
+                        f"recipe of {name!r}: ingredient {item!r} of tier {self.tier(item)}, "
+                        f"a tier below {self.tier(name)} is expected"
+                    )
 
     @functools.cached_property
     def index(self) -> dict[str, int]:
@@ -96,11 +111,13 @@ class CraftWorld:
         return self.tiers[self.index[name]]
 
     def inventory(self, counts: Mapping[str, int]) -> np.ndarray:
-        """int32 [I] from counts by name; raises ValueError naming an unknown item."""
+        """int32 [I] from counts by name; raises ValueError naming an unknown item or a negative count."""
         result = np.zeros(len(self.names), np.int32)
         for name, count in counts.items():
             if name not in self.index:
                 raise ValueError(f"inventory: unknown item {name!r}")
+            if count < 0:
+                raise ValueError(f"inventory: {count} of {name!r}, 0 or more are expected")
             result[self.index[name]] = count
         return result
 
