@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     try:
         config = config_lib.from_config_dict(_CONFIG.value)
     except config_lib.ConfigError as error:
-        console.print(f"[red]Configuration:[/red] {error}", highlight=False)
+        console.print(f"[red]Configuration:[/red] {error}", highlight=False, soft_wrap=True)
         sys.exit(2)
     workdir = Path(_WORKDIR.value)
     if _DRY_RUN.value:
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     try:
         train(config, workdir, progress=Progress(console))
     except RunMismatchError as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
+        console.print(f"[red]{error}[/red]", highlight=False, soft_wrap=True)
         sys.exit(2)
     plot_run(workdir / "metrics.jsonl", workdir / "curves.png")
     print_summary(workdir, console)

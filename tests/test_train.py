@@ -25,6 +25,7 @@ from sera_jax.types import Stage
 from tests.support import trees as T
 
 SMOKE = textcraft_sera.make("smoke")
+ROOT = Path(__file__).parent.parent
 
 
 def steps(number: int, **changes):
@@ -74,6 +75,51 @@ def test_a_run_leaves_what_it_should(whole):
     config = json.loads((workdir / "config.json").read_text())
     assert config["config"]["name"] == "textcraft_sera_smoke" and config["versions"]["jax"]
     assert json.loads((workdir / "ledger.json").read_text())
+
+
+def test_a_run_can_be_looked_at(whole):
+    from rich.console import Console
+
+    from sera_jax.recursion.records import read_trees
+    from sera_jax.report.curves import plot_run
+    from sera_jax.report.progress import Progress
+    from sera_jax.report.summary import print_summary
+
+    workdir, _ = whole
+    plot_run(workdir / "metrics.jsonl", workdir / "curves.png")
+    assert (workdir / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    console = Console(record=True, width=90)
+    print_summary(workdir, console)
+    text = console.export_text()
+    assert "root success" in text and "delegation" in text and "Verifier calls:" in text
+    # A tree on disk is enough to see what a node wrote.
+    tree = next(iter(read_trees(workdir / "trees" / "000000.jsonl.gz")))
+    node = tree["nodes"][0]
+    assert len(node["token_ids"]) == len(node["roles"]) == len(node["logprobs"]) and node["turns"]
+    console = Console(record=True, width=90)
+    progress = Progress(console)
+    progress.phase("demonstrations", 2)
+    progress.advance("one")
+    progress.step(0, 2, Stage.EXECUTION, 8)
+    progress.metrics(0, Stage.EXECUTION, {"env/root_success": 0.5}, 1.5)
+    progress.close()
+    assert "demonstrations: 1/2 one" in console.export_text(clear=False)
+    assert "step 1/2 execution: success 0.50" in console.export_text()
+
+
+def test_evaluate_command(whole):
+    workdir, _ = whole
+    base = [sys.executable, "-m", "experiments.evaluate", f"--workdir={workdir}", "--count=3"]
+    run = lambda *a: subprocess.run([*base, *a], capture_output=True, text=True, cwd=ROOT)
+    result = run()
+    assert result.returncode == 0, result.stderr
+    written = json.loads((workdir / "evaluations" / "trained_pairs-000006-n3.json").read_text())
+    assert len(written["tasks"]) == 3 and written["version"] == 6
+    assert written["success"] == sum(task["success"] for task in written["tasks"]) / 3
+    result = run("--step=1")
+    assert result.returncode == 2 and "has no step 1; whole steps: [5, 6]" in result.stdout
+    result = run("--split=test")
+    assert result.returncode == 2 and "is a run on a toy world" in result.stdout
 
 
 def test_stop_and_resume_is_bitwise(whole, tmp_path):
@@ -163,7 +209,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
         [sys.executable, "-m", "experiments.train", config, *arguments],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
     )
 
 
