@@ -104,16 +104,16 @@ def test_refusals_of_commands(reply, depth, code, compact, prose):
 
 @pytest.mark.parametrize(
     ("style", "text"),
-    zip(STYLES, ("err loop ;", "Error: you repeat yourself; your work ends here."), strict=True),
+    [("compact", "err loop ;"), ("prose", "Error: you repeat yourself; your work ends here.")],
 )
 def test_a_loop_is_refused_before_it_acts(style, text):
     env, world, view = opened(style)
     # A reply counts by its command: thoughts and blanks do not make it another one.
     for reply in ("have .", "have  .", "I look.\nhave .", " have\n"):
         _, result = say(env, world, view, reply)
+    assert (result.code, result.observation) == ("loop", text)
+    # 12 bars and 9 ore are enough for four tools: the fourth same craft is not carried out.
     view.memory["commands"].clear()
-    assert (result.code, result.observation) == (("loop", text))
-    # 1 bar more than three times 1 tool needs: the fourth same craft is not carried out.
     world.state = initial_state(WORLD, {"ore": 9, "bar": 12})
     codes = [say(env, world, view, "craft 1 tool : 3 bar 1 ore .")[1].code for _ in range(4)]
     assert codes == ["craft_ok"] * 3 + ["loop"]
@@ -370,7 +370,7 @@ def test_branches_through_the_protocol_are_apart(plans, common):
 
 def test_eight_branches_with_the_same_actions_end_bitwise_equal():
     task = ToyTasks(TOY, tiers=(1,), counts=(1,)).task(("a1a", 1), "x")
-    start = initial_state(TOY, {name: 9 for name in TOY.names} | dict(task.data.inventory))
+    start = initial_state(TOY, dict.fromkeys(TOY.names, 9) | dict(task.data.inventory))
     items = sorted(TOY.recipes)[:5]
     plan = [make_action(TOY, i, TOY.recipes[i].yields, dict(TOY.recipes[i].ingredients)) for i in items]
     states = jax.tree.map(lambda x: jnp.broadcast_to(x, (8, *np.shape(x))), start)

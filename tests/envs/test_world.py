@@ -35,14 +35,17 @@ def test_the_published_graph():
 
 
 def test_every_step_of_every_gold_plan_is_a_recipe_of_the_generated_graph():
-    steps = 0
+    steps, seen = 0, set()
     for task in RECORDS:
         for item, executions, ingredients, made in task.data.gold:
             recipe = WORLD.recipes[item]
             assert ingredients == {n: q * executions for n, q in recipe.ingredients.items()}
             assert made == recipe.yields * executions
             steps += 1
-    assert len(RECORDS) == 3154 and steps > 100_000
+            seen.add(item)
+    assert (len(RECORDS), steps, max(len(t.data.gold) for t in RECORDS)) == (3154, 202_814, 549)
+    # The plans show 1,386 of the 1,402 recipes; the others are of items of tier 1.
+    assert len(seen) == 1386 and {WORLD.tier(item) for item in set(WORLD.recipes) - seen} == {1}
 
 
 def test_splits():
@@ -57,8 +60,12 @@ def test_splits():
     assert dev == {"easy": 34, "hard": 33, "extreme": 33}
     train = {task.id for task in T.split("train_all")}
     assert not train & T.dev_ids() and len(train) == 2422
+    assert {task.id for task in T.split("dev")} == T.dev_ids()
+    assert not {task.id for task in T.split("test")} & (train | T.dev_ids())
+    by_tier = [{task.id for task in T.split(f"train_{t}")} for t in T.TIERS]
+    assert set.union(*by_tier) == train and sum(map(len, by_tier)) == 2422
     targets = lambda name: {item for task in T.split(name) for item in task.goal.targets}
-    assert not targets("train_all") & targets("test")
+    assert not (targets("train_all") | targets("dev")) & targets("test")
     for bad in ("val", "train", "test_huge", "dev_easy"):
         with pytest.raises(ValueError, match=f"split '{bad}': dev, test"):
             T.split(bad)
@@ -70,7 +77,11 @@ LIMIT = 32  # steps of one segment of a plan
 
 
 def segments():
-    """Every plan cut into segments of 32 steps, each with the inventory that it starts from."""
+    """Every plan cut into segments of 32 steps, each with the inventory that it starts from.
+
+    A segment starts where the one before it must end, and the test compares all ends, so the segments
+    together are the whole plan.
+    """
     starts, actions, ends, wanted = [], [], [], []
     size = len(WORLD.names)
     for task in RECORDS:
@@ -93,6 +104,8 @@ def segments():
             ends.append(inventory.copy())
             wanted.append(len(part))
         ((name, units),) = task.goal.targets.items()
+        # Success is a net increment, and a task starts with base items alone.
+        assert all(WORLD.tier(item) == 0 for item in task.data.inventory)
         assert inventory[WORLD.index[name]] >= units and inventory.min() >= 0
     assert size == len(starts[0])
     columns = [np.stack(x) for x in zip(*actions, strict=True)]
@@ -153,7 +166,8 @@ def test_wrong_variants_of_every_plan_are_refused_with_their_code(all_plans):
     # A wrong multiple: one unit more than the yield allows, where the yield is more than one.
     yields = tables.yields[first.target]
     many = np.asarray(yields > 1)
-    assert many.sum() > 2000
+    firsts = np.cumsum([0, *(-(-len(task.data.gold) // LIMIT) for task in RECORDS)])[:-1]
+    assert np.all(many[firsts])  # the first craft of each record is of tier 1, which makes 2 to 4
     codes = np.asarray(run(states, first._replace(count=first.count + 1))[1])
     assert np.all(codes[many] == Outcome.MULTIPLE)
     # Twice the units from the same ingredients: a right multiple, a wrong amount.
@@ -175,22 +189,36 @@ def test_wrong_variants_of_every_plan_are_refused_with_their_code(all_plans):
 # --- toy worlds and tasks ----------------------------------------------------------------------------
 
 
-def digest():
-    world = toy_world(3, domains=2, max_tier=4, items_per_tier=6)
-    toy = T.ToyTasks(world, tiers=(2, 3), counts=(1, 2), seed=5)
-    task = toy.task(toy.trained[0], "x")
-    recipes = {n: [dict(r.ingredients), r.yields] for n, r in world.recipes.items()}
-    return json.dumps(
-        [recipes, toy.trained, toy.unseen, task.id, task.data.inventory, sorted(T.dev_ids())[:5]]
-    )
+DIGEST = """
+import json
+from envs.textcraft.generate import published_world, toy_world
+from envs.textcraft.tasks import ToyTasks, dev_ids
+toy = toy_world(3, domains=2, max_tier=4, items_per_tier=6)
+tasks = ToyTasks(toy, tiers=(2, 3), counts=(1, 2), seed=5)
+drawn = [tasks.task(pair, name) for pair in tasks.trained for name in ("x", "y")]
+books = [
+    [[n, list(r.ingredients.items()), r.yields] for n, r in world.recipes.items()]
+    for world in (toy, published_world())
+]
+starts = [[task.id, list(task.data.inventory.items())] for task in drawn]
+print(json.dumps([books, tasks.trained, tasks.unseen, starts, sorted(dev_ids())]))
+"""
 
 
 def test_worlds_and_tasks_are_the_same_in_every_process():
-    code = "import sys; sys.path.insert(0, 'tests/envs'); import test_world; print(test_world.digest())"
+    outputs = set()
     for seed in ("0", "1", "77"):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-        assert result.stdout.strip() == digest(), result.stderr
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        result = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True, env=env)
+        assert result.returncode == 0, result.stderr
+        outputs.add(result.stdout)
+    (output,) = outputs
+    books, trained, _, starts, dev = json.loads(output)
+    # 2 domains x 4 tiers x 6 items; 80 % of 2 domains x 2 tiers x 6 items x 2 counts = 38.4.
+    assert [len(book) for book in books] == [48, 1402]
+    assert (len(trained), len(starts), len(dev)) == (38, 76, 100)
+    here = [[n, [[*i] for i in r.ingredients.items()], r.yields] for n, r in WORLD.recipes.items()]
+    assert books[1] == here
 
 
 def test_toy_tasks_split_pairs_and_hold_enough():
@@ -205,6 +233,10 @@ def test_toy_tasks_split_pairs_and_hold_enough():
         plan(world, a.data.inventory, a.goal.targets)  # raises without a plan
     with pytest.raises(ValueError, match=r"tiers=\(9,\): the world has no craftable item"):
         T.ToyTasks(world, tiers=(9,), counts=(1,))
+    with pytest.raises(ValueError, match=r"counts=\(1, 0\): positive integers are expected"):
+        T.ToyTasks(world, tiers=(2,), counts=(1, 0))
+    with pytest.raises(ValueError, match=r"unseen_fraction=1.0: 0 or more and less than 1"):
+        T.ToyTasks(world, tiers=(2,), counts=(1,), unseen_fraction=1.0)
 
 
 def test_base_needs_ignore_yields():
@@ -226,8 +258,20 @@ def test_bad_worlds_are_refused():
         CraftWorld(("a",), (0,), {"a": Recipe({}, 1)})
     with pytest.raises(ValueError, match="inventory: unknown item 'x'"):
         WORLD.inventory({"x": 1})
-    with pytest.raises(ValueError, match="items_per_tier=27"):
-        toy_world(0, items_per_tier=27)
+    with pytest.raises(ValueError, match="inventory: -1 of 'm0_ore', 0 or more are expected"):
+        WORLD.inventory({"m0_ore": -1})
+    with pytest.raises(ValueError, match="tiers: one for each of 2 items is expected, got 1"):
+        CraftWorld(("a", "b"), (0,), {})
+    with pytest.raises(ValueError, match="recipe of 'b': yields=0, at least 1 is expected"):
+        CraftWorld(("a", "b"), (0, 1), {"b": Recipe({"a": 1}, 0)})
+    with pytest.raises(ValueError, match="recipe of 'b': 0 a, at least 1 is expected"):
+        CraftWorld(("a", "b"), (0, 1), {"b": Recipe({"a": 0}, 1)})
+    with pytest.raises(ValueError, match="ingredient 'b' of tier 1, a tier below 1 is expected"):
+        CraftWorld(("a", "b"), (0, 1), {"b": Recipe({"b": 1}, 1)})
+    for name in ("items_per_tier", "domains", "base_items"):
+        with pytest.raises(ValueError, match=f"{name}=27.*names are letters, 1 to 26 of each"):
+            toy_world(0, **{name: 27})
+    assert len(toy_world(0, base_items=3).base_items) == 2 * 3  # two domains
 
 
 # --- planner and scripted agent ------------------------------------------------------------------------
@@ -288,12 +332,25 @@ def test_play_finds_tasks_and_refuses_others():
     for bad, message in (
         ("test", "SPLIT:NUMBER is expected"),
         ("test:9999", "test has 632 tasks"),
-        ("toy:99", "40"),
+        ("test:-1", "SPLIT:NUMBER is expected"),
+        ("nowhere:1", "split 'nowhere': dev, test, test_<tier>"),
+        ("toy:40", "toy has 40 tasks, counted from 0"),
     ):
         with pytest.raises(ValueError, match=message):
             find_task(bad)
-    command = [sys.executable, "-m", "envs.textcraft.play", "--agent", "oracle", "--task"]
-    result = subprocess.run([*command, "toy:3"], capture_output=True, text=True)
-    assert "Success: Played(success=True" in result.stdout, result.stderr
+
+
+def test_the_play_command():
+    command = [sys.executable, "-m", "envs.textcraft.play", "--task"]
+    result = subprocess.run([*command, "toy:3", "--agent", "oracle"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("Success: Played(success=True, nodes=")
+    assert "> finish done ." in result.stdout
+    # A person who stops; three steps are answered before.
+    typed = "have .\ndance .\ncraft 1 x : 1 y .\n"
+    result = subprocess.run([*command, "toy:3"], capture_output=True, text=True, input=typed)
+    assert result.returncode == 1 and "Stopped before the end of the task." in result.stderr
+    assert "Inventory: " in result.stdout and "'dance' is not a command" in result.stdout
+    assert "Error: unknown item x, y." in result.stdout and "Traceback" not in result.stderr
     result = subprocess.run([*command, "toy:x"], capture_output=True, text=True)
     assert result.returncode == 2 and "SPLIT:NUMBER is expected" in result.stderr
