@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     console.print(
         "[bold]SERA on a toy TextCraft world.[/bold] A policy of half a million parameters learns the "
         "protocol from imperfect demonstrations, then trains on its own trees: execution, delegation "
-        "and rubric stages in turn. About ten minutes on two cores; a stopped demo goes on where it was."
+        "and rubric stages in turn. About six minutes on two cores; a stopped demo goes on where it was."
     )
     train(config, workdir, progress=Progress(console))
     plot_run(workdir / "metrics.jsonl", workdir / "curves.png")

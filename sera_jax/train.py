@@ -110,6 +110,10 @@ async def train_async(
     return run.state
 
 
+# Counts of one step that a resumed run repeats exactly.
+_ENGINE_COUNTS = ("requests", "prefill_tokens", "prefill_tokens_saved", "sampled_tokens")
+
+
 async def step(run: Run) -> dict[str, float]:
     """One optimizer step, the numbered stages of the module docstring; returns its metrics."""
     config, version, clock = run.config, run.version, Clock()
@@ -121,6 +125,7 @@ async def step(run: Run) -> dict[str, float]:
     run.progress.step(version, config.run.steps, stage, len(tasks) * config.rollout.group_size)
 
     # 3. Trees.
+    engine_before = run.engine.metrics()
     trees = await sample_trees(
         run.parts.tools,
         run.actor,
@@ -132,6 +137,8 @@ async def step(run: Run) -> dict[str, float]:
     )
     check_trees(trees, version)
     clock.lap("rollout")
+    engine_after = run.engine.metrics()
+    tokens = {k: engine_after[k] - engine_before.get(k, 0.0) for k in _ENGINE_COUNTS}
 
     # 4. Credit.
     samples, credit_metrics = assign_credit(trees, stage, config)
@@ -150,6 +157,7 @@ async def step(run: Run) -> dict[str, float]:
         **tree_metrics(trees, run.parts.tools.environment),
         **{f"credit/{k}": v for k, v in credit_metrics.items()},
         **{f"learner/{k}": v for k, v in learner_metrics.items()},
+        **{f"engine/{k}": v for k, v in tokens.items()},
         **{f"labels/{k}": v for k, v in run.parts.tools.ledger.totals().items()},
     }
     run.record(version, stage, trees, metrics, clock)
@@ -254,7 +262,8 @@ class Run:
             write_trees(path, (tree for group in trees for tree in group))
         clock.lap("record")
         self.writer.write(version, "train", {"stage": str(stage), **metrics, **clock.metrics()})
-        self.progress.metrics(version, stage, metrics, clock.total)
+        rate = metrics["engine/sampled_tokens"] / clock.part("rollout")
+        self.progress.metrics(version, stage, {**metrics, "tokens_per_second": rate}, clock.total)
 
     def save(self) -> None:
         """Checkpoints the state and the host's counters."""
@@ -347,6 +356,10 @@ class Clock:
     def total(self) -> float:
         """Seconds since the step began."""
         return time.perf_counter() - self._start
+
+    def part(self, name: str) -> float:
+        """Seconds of one part."""
+        return self._laps[name]
 
     def metrics(self) -> dict[str, float]:
         """``seconds/<part>`` and ``seconds/total``: the only metrics that a resumed run may change."""

@@ -80,7 +80,8 @@ def easy() -> Config:
         base,
         name="textcraft_sera_easy",
         environment=EnvironmentConfig(world="published", train_tier="easy"),
-        rollout=dataclasses.replace(base.rollout, max_turns=12),
+        rollout=dataclasses.replace(base.rollout, max_turns=12, context_length=192),
+        learner=LearnerConfig(row_length=192, micro_rows=16),
     )
 
 

@@ -100,6 +100,8 @@ class Progress:
             ("gap", "learner/logprob_gap_mean"),
         )
         parts = [f"{name} {metrics[key]:.2f}" for name, key in named if key in metrics]
+        if "tokens_per_second" in metrics:
+            parts.append(f"{metrics['tokens_per_second']:,.0f} tok/s")
         parts.append(f"{seconds:.1f} s, {left / 60:.1f} min left")
         self._status = "  ".join(parts)
         self._done = version + 1
@@ -135,7 +137,7 @@ class Progress:
     def _print(self, text: str) -> None:
         if self._console is not None:
             minutes = (time.monotonic() - self._began) / 60
-            self._console.print(f"[dim]{minutes:5.1f} min[/dim]  {text}", highlight=False)
+            self._console.print(f"[dim]{minutes:5.1f} min[/dim]  {text}", highlight=False, soft_wrap=True)
 
     def _stop_bar(self) -> None:
         if self._bar is not None:
