@@ -192,6 +192,14 @@ def test_several_targets_must_all_be_there():
     assert env.verify(view, world, "done")
 
 
+def test_what_was_used_up_counts_as_nothing_in_evidence():
+    env, world, view = opened(goal={"bar": 4})
+    say(env, world, view, "craft 1 tool : 3 bar 1 ore .")  # 3 bars fewer than at the start
+    assert (
+        env.evidence(view, world, "finished", "fail") == "net 0 bar ; made 1 tool ; turns 1 ; said fail ;"
+    )
+
+
 # --- launch spans ----------------------------------------------------------------------------------
 
 
