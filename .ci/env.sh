@@ -8,7 +8,13 @@ for lib in /usr/lib/*/libjemalloc.so.2 /usr/local/lib/libjemalloc.so.2 /opt/home
     break
   fi
 done
-# Compiled programs are kept between runs.
+# Without it, glibc is told to keep its pages too: forward and backward of the tiny policy take a fifth
+# to a quarter less time (223 -> 178 ms at 64 rows of 64 tokens).
+if [ -z "${LD_PRELOAD:-}" ]; then
+  export MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0
+  export MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=268435456
+fi
+# Compiled programs are kept between runs; the engine's programs take about half a second each.
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.jax_cache}"
-export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0.5}"
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0.1}"
 export NO_GCE_CHECK=true
