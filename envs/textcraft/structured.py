@@ -94,8 +94,9 @@ class StructuredTextCraft:
         """See :class:`envs.base.Environment`."""
         low, high = _command_span(reply)
         words = reply[low:high].split()
-        if words and words[-1] == ".":
-            words = words[:-1]
+        if words and words[-1].endswith("."):  # language models glue the full stop to the last word
+            words[-1] = words[-1].removesuffix(".")
+            words = [word for word in words if word]
         command = " ".join(words)
         commands = view.memory["commands"]
         commands.append(command)

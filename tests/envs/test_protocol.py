@@ -164,6 +164,8 @@ def test_queries():
     assert say(e, world, view, "info tool .")[1].observation == "tool : 3 bar 1 ore ; makes 1 ;"
     assert say(e, world, view, "info ore .")[1].observation == "ore base ;"
     assert say(e, world, view, "info bat .")[1].observation == "err unknown ;"
+    for reply in ("info tool", "info tool.", "  info  tool ."):
+        assert say(e, world, view, reply)[1].observation == "tool : 3 bar 1 ore ; makes 1 ;"
     assert say(e, world, view, "have .")[1].observation == "have 5 ore 1 wood 3 bar ;"
     e, world, view = opened("prose")
     assert (
