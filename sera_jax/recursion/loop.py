@@ -50,6 +50,11 @@ from sera_jax.types import (
     Turn,
 )
 
+
+class PromptTooLongError(RuntimeError):
+    """A rubric or score prompt that leaves no room for an answer; nobody is asked."""
+
+
 _UNFINISHED = (StopReason.ERROR, StopReason.DEADLINE, StopReason.CANCELLED)
 
 
@@ -159,7 +164,7 @@ class TreeRunner:
             raise RuntimeError("a tree has live nodes, but none can go on")
         calls = [self._rubric_call(launch, context) for launch, _, context in writing]
         calls += [self._turn_call(run) for run in ready]
-        answers = await asyncio.gather(*map(self._actor.complete, calls), return_exceptions=True)
+        answers = await asyncio.gather(*map(self._complete, calls), return_exceptions=True)
         for (launch, run, _), call, answer in zip(writing, calls, answers, strict=False):
             self._freeze_rubric(launch, run, call, answer)
         for run, answer in zip(ready, answers[len(writing) :], strict=True):
@@ -171,6 +176,12 @@ class TreeRunner:
         for session in self._ended_sessions:
             await self._actor.end_session(session)
         self._ended_sessions.clear()
+
+    async def _complete(self, call: Call) -> Completion:
+        room = self._actor.context_length - len(call.ids)
+        if room < 1:
+            raise PromptTooLongError(f"a {call.purpose} prompt of {len(call.ids)} tokens")
+        return await self._actor.complete(call)
 
     def _turn_call(self, run: _Run) -> Call:
         node = run.node
@@ -367,7 +378,7 @@ class TreeRunner:
         """Parses and hashes the rubric, then opens the launch's child or branches."""
         record = RubricRecord(prompt_ids=call.ids, completion=None, rubric=None, hash=None)
         if isinstance(answer, BaseException):
-            record.failure, record.text = Failure.REQUEST, f"{type(answer).__name__}: {answer}"
+            record.failure, record.text = _failure_of(answer), f"{type(answer).__name__}: {answer}"
         else:
             self._account(Purpose.RUBRIC, len(call.ids), answer)
             record.completion = answer
@@ -406,7 +417,7 @@ class TreeRunner:
                 if node.score is None:
                     asked.append((node, launch.rubric, self._score_call(node, launch.rubric)))
         answers = await asyncio.gather(
-            *(self._actor.complete(call) for _, _, call in asked), return_exceptions=True
+            *(self._complete(call) for _, _, call in asked), return_exceptions=True
         )
         for (node, rubric, call), answer in zip(asked, answers, strict=True):
             node.score = self._parse_score(rubric, call, answer)
@@ -454,7 +465,7 @@ class TreeRunner:
     ) -> ScoreRecord:
         score = ScoreRecord(record.hash, None, prompt_ids=call.ids)
         if isinstance(answer, BaseException):
-            score.failure, score.text = Failure.REQUEST, f"{type(answer).__name__}: {answer}"
+            score.failure, score.text = _failure_of(answer), f"{type(answer).__name__}: {answer}"
             return score
         assert record.rubric is not None
         self._account(Purpose.SCORE, len(call.ids), answer)
@@ -503,3 +514,7 @@ class TreeRunner:
         node.token_ids.extend(ids)
         node.roles.extend([int(role)] * len(ids))
         node.logprobs.extend(logprobs if logprobs is not None else [0.0] * len(ids))
+
+
+def _failure_of(error: BaseException) -> Failure:
+    return Failure.CONTEXT if isinstance(error, PromptTooLongError) else Failure.REQUEST

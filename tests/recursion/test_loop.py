@@ -214,6 +214,23 @@ def test_a_score_that_cannot_be_read_or_ended_is_counted_and_never_a_zero():
         assert tree.nodes[1].score.value is None and tree.nodes[1].score.failure == failure
 
 
+def test_a_score_prompt_that_does_not_fit_is_counted_by_its_cause():
+    tools = T.toolbox()
+
+    def write(call):
+        if (
+            call.purpose == Purpose.RUBRIC
+        ):  # 8 criteria of 14 words: no score prompt of 160 tokens holds them
+            return " ; ".join(["made a1a " * 6 + "w 1"] * 8) + " ; gate made a1a ."
+        return scripted({(0, 0): "launch 1 a1a ."})(call)
+
+    tree = T.play(tools, T.scripted_actor(tools, write), T.spec(writer_tokens=150))
+    assert tree.launches[0].rubric.failure is None
+    score = tree.nodes[1].score
+    assert score.value is None and score.failure == Failure.CONTEXT
+    assert score.text.startswith("PromptTooLongError: a score prompt of ")
+
+
 def test_an_engine_fault_ends_the_node_and_keeps_the_tree():
     tools = T.toolbox()
     oracle = T.scripted_actor(tools, scripted({(0, 0): "launch 1 a1a , 1 a1b ."}))
