@@ -218,10 +218,11 @@ def test_a_score_prompt_that_does_not_fit_is_counted_by_its_cause():
     tools = T.toolbox()
 
     def write(call):
-        if (
-            call.purpose == Purpose.RUBRIC
-        ):  # 8 criteria of 14 words: no score prompt of 160 tokens holds them
-            return " ; ".join(["made a1a " * 6 + "w 1"] * 8) + " ; gate made a1a ."
+        if call.purpose == Purpose.RUBRIC:
+            # 5 x 16 + 3 x 18 words of criteria, 8 separators, 4 words of gate: 146 and an end token fit
+            # behind a writer's prompt of 9; with 14 words of evidence they are more than the 160 there are.
+            criteria = ["made a1a " * n + "w 1" for n in [7] * 5 + [8] * 3]
+            return " ; ".join(criteria) + " ; gate made a1a ."
         return scripted({(0, 0): "launch 1 a1a ."})(call)
 
     tree = T.play(tools, T.scripted_actor(tools, write), T.spec(writer_tokens=150))
