@@ -86,6 +86,9 @@ _PER_STAGE = (
 )
 
 
+_COUNTS = (np.size, np.count_nonzero, np.sum)
+
+
 def _stages(rows: list[dict[str, Any]]) -> Table:
     train = [row for row in rows if row["kind"] == "train"]
     stages = list(dict.fromkeys(row["stage"] for row in train))
@@ -97,15 +100,17 @@ def _stages(rows: list[dict[str, Any]]) -> Table:
         cells = []
         for stage in stages:
             values = [r[key] for r in train if r["stage"] == stage and r.get(key) is not None]
-            cells.append(_number(float(reduce(values))) if values else "")
+            value = float(reduce(values)) if values else None
+            cells.append(_number(int(value) if value is not None and reduce in _COUNTS else value))
         table.add_row(label, *cells)
     return table
 
 
 def _number(value: float | None) -> str:
+    """Counts whole, rates and norms to three digits."""
     if value is None:
         return ""
-    if value == int(value) and abs(value) >= 1:
+    if value == int(value) and (abs(value) >= 2 or isinstance(value, int)):
         return f"{int(value):,}"
     return f"{value:.3f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
 
