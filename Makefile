@@ -26,5 +26,5 @@ lint: setup
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
 
 clean:
-	rm -rf .venv .jax_cache .ruff_cache .hypothesis .golden-env build dist *.egg-info
+	rm -rf .venv .jax_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

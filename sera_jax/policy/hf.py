@@ -75,14 +75,14 @@ def config_from_hf(directory: str | Path) -> Qwen3Config:
     ``rope_parameters``.
 
     Raises:
-      HuggingFaceError: No ``config.json``, another model type, a size that is missing or impossible, or
-        a feature that is not computed here (biases, dropout, sliding windows, scaled rotary positions,
-        quantised weights).
+      HuggingFaceError: No readable ``config.json``, another model type, a size that is missing or
+        impossible, or a feature that is not computed here (biases, dropout, sliding windows, scaled
+        rotary positions, quantised weights).
     """
     path = Path(directory) / CONFIG
     if not path.exists():
         raise HuggingFaceError(f"{path} does not exist")
-    fields = json.loads(path.read_text())
+    fields = _read_json(path)
     if fields.get("model_type") != "qwen3":
         raise HuggingFaceError(f"{path}: model_type={fields.get('model_type')!r}: 'qwen3' is expected")
     for name, computed in _COMPUTED.items():
@@ -91,21 +91,28 @@ def config_from_hf(directory: str | Path) -> Qwen3Config:
     windowed = sorted({kind for kind in fields.get("layer_types") or () if kind != "full_attention"})
     if windowed:
         raise HuggingFaceError(f"{path}: layer_types has {windowed}: only 'full_attention' is implemented")
+    tied = fields.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise HuggingFaceError(f"{path}: tie_word_embeddings={tied!r}: true or false is expected")
     rope_theta = _rope_theta(path, fields)
+    rms_eps = _positive(path, "rms_norm_eps", fields.get("rms_norm_eps", 1e-6))
     sizes = {ours: _size(path, fields, theirs) for theirs, ours in _SIZES.items()}
-    if fields.get("head_dim") is None and sizes["hidden_size"] % sizes["num_heads"]:
+    if fields.get("head_dim") is not None:
+        head_dim = _size(path, fields, "head_dim")
+    elif sizes["hidden_size"] % sizes["num_heads"] == 0:
+        head_dim = sizes["hidden_size"] // sizes["num_heads"]
+    else:
         raise HuggingFaceError(
             f"{path}: head_dim is missing, and hidden_size={sizes['hidden_size']} does not divide by "
             f"num_attention_heads={sizes['num_heads']}"
         )
-    head_dim = fields.get("head_dim") or sizes["hidden_size"] // sizes["num_heads"]
     try:
         return Qwen3Config(
             **sizes,
             head_dim=head_dim,
             rope_theta=rope_theta,
-            rms_eps=float(fields.get("rms_norm_eps", 1e-6)),
-            tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
+            rms_eps=rms_eps,
+            tie_embeddings=tied,
         )
     except ValueError as error:
         raise HuggingFaceError(f"{path}: {error}") from error
@@ -115,12 +122,22 @@ def _size(path: Path, fields: Mapping[str, Any], name: str) -> int:
     value = fields.get(name)
     if not isinstance(value, int) or isinstance(value, bool):
         raise HuggingFaceError(f"{path}: {name}={value!r}: an integer is expected")
+    if value < 1:
+        raise HuggingFaceError(f"{path}: {name}={value}: at least 1 is expected")
     return value
+
+
+def _positive(path: Path, name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise HuggingFaceError(f"{path}: {name}={value!r}: a positive number is expected")
+    return float(value)
 
 
 def _rope_theta(path: Path, fields: Mapping[str, Any]) -> float:
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.get(name) or {}
+        if not isinstance(rope, dict):
+            raise HuggingFaceError(f"{path}: {name}={rope!r}: an object is expected")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise HuggingFaceError(f"{path}: {name} of type {kind!r}: only 'default' is implemented")
@@ -128,9 +145,17 @@ def _rope_theta(path: Path, fields: Mapping[str, Any]) -> float:
         if share != 1:
             raise HuggingFaceError(f"{path}: {name}.partial_rotary_factor={share}: only 1 is implemented")
     theta = fields.get("rope_theta", (fields.get("rope_parameters") or {}).get("rope_theta"))
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
-        raise HuggingFaceError(f"{path}: rope_theta={theta!r}: a positive number is expected")
-    return float(theta)
+    return _positive(path, "rope_theta", theta)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise HuggingFaceError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise HuggingFaceError(f"{path}: a JSON object is expected, got {type(value).__name__}")
+    return value
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -153,16 +178,14 @@ def load(
       dtype: Storage dtype; None is ``cfg.param_dtype``.
 
     Raises:
-      HuggingFaceError: Files are missing; or tensors are missing, too many, of another shape or not
-        floating point: all of them are listed. Also if the head of a tied model is not its embedding.
+      HuggingFaceError: Files are missing or damaged; or tensors are missing, too many, of another shape
+        or not floating point: all of them are listed. Also if the head of a tied model is not its
+        embedding.
     """
     table = qwen3.parameter_table(cfg)
     dtype = np.dtype(cfg.param_dtype if dtype is None else dtype)
     with contextlib.ExitStack() as stack:
-        files = [
-            stack.enter_context(safetensors.safe_open(path, framework="np"))
-            for path in _weight_files(Path(directory))
-        ]
+        files = [stack.enter_context(_open(path)) for path in _weight_files(Path(directory))]
         tensors = _tensors(Path(directory), files)
         _check(Path(directory), table, tensors, cfg)
 
@@ -180,7 +203,10 @@ def load(
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise HuggingFaceError(f"{index}: weight_map is missing or empty: a file a tensor is expected")
+        names = sorted(set(weight_map.values()))
     else:
         names = [SINGLE]
     missing = [name for name in names if not (directory / name).exists()]
@@ -189,6 +215,14 @@ def _weight_files(directory: Path) -> list[Path]:
     if missing:
         raise HuggingFaceError(f"{directory} holds neither {SINGLE} nor {INDEX}")
     return [directory / name for name in names]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safetensors.safe_open(path, framework="np")
+    except safetensors.SafetensorError as error:
+        # A download that was cut, or the pointer to a file in its place.
+        raise HuggingFaceError(f"{path} is not a whole safetensors file: {error}") from error
 
 
 def _tensors(directory: Path, files: list[Any]) -> dict[str, Any]:

@@ -7,7 +7,9 @@ sampled (see :mod:`sera_jax.policy.rendering`).
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _UNKNOWN = "<unk>"
 _REPLACEMENT = "\ufffd"
+_DIGITS = re.compile(r"[0-9]+")
 
 
 class TokenizerError(ValueError):
@@ -30,7 +33,7 @@ class Tokenizer:
       backend: The tokenizer; it must hold ``<|endoftext|>``, ``<|im_start|>`` and ``<|im_end|>``.
 
     Raises:
-      TokenizerError: A chat token is missing.
+      TokenizerError: A chat token is missing, or is not flagged special.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -44,6 +47,12 @@ class Tokenizer:
         missing = [name for name, token in ids.items() if token is None]
         if missing:
             raise TokenizerError(f"the tokenizer lacks {', '.join(missing)}")
+        added = backend.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        plain = [name for name, token in ids.items() if token not in self._special]
+        if plain:
+            # Any text could spell them.
+            raise TokenizerError(f"not flagged special in the tokenizer: {', '.join(plain)}")
         self.pad_id: int = ids[END_OF_TEXT]
         self.im_start: int = ids[IM_START]
         self.im_end: int = ids[IM_END]
@@ -51,8 +60,10 @@ class Tokenizer:
         self.stop_ids: tuple[int, ...] = (self.im_end, self.pad_id)
         # Elsewhere "<unk>" may be a word like any other, as it is in Qwen3's vocabulary.
         self._unknown = backend.token_to_id(_UNKNOWN) if self._is_words else None
-        added = backend.get_added_tokens_decoder()
-        self._special = frozenset(i for i, token in added.items() if token.special)
+        # A number is its beginning and then pieces of a digit each; every other word is one token.
+        words = backend.get_vocab(with_added_tokens=False) if self._is_words else {}
+        self._numbers = frozenset(i for word, i in words.items() if _DIGITS.fullmatch(word))
+        self._pieces = frozenset(i for word, i in words.items() if word.startswith("##"))
         # Added tokens may lie behind a gap.
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added))
 
@@ -61,12 +72,16 @@ class Tokenizer:
         """Reads ``tokenizer.json`` of a Hugging Face directory.
 
         Raises:
-          TokenizerError: The file is missing or lacks a chat token.
+          TokenizerError: The file is missing, damaged, or without the chat tokens.
         """
         path = Path(directory) / "tokenizer.json"
         if not path.exists():
             raise TokenizerError(f"{path} does not exist")
-        return cls(tokenizers.Tokenizer.from_file(str(path)))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # The library raises nothing narrower.
+            raise TokenizerError(f"{path} cannot be read: {error}") from error
+        return cls(backend)
 
     def save(self, directory: str | Path) -> None:
         """Writes ``tokenizer.json`` and ``tokenizer_config.json``."""
@@ -91,10 +106,34 @@ class Tokenizer:
           TokenizerError: ``strict`` and an unknown word, which the message names.
         """
         encoding = self._backend.encode(text, add_special_tokens=False)
-        if strict and self._unknown is not None and self._unknown in encoding.ids:
-            low, high = encoding.offsets[encoding.ids.index(self._unknown)]
+        if not self._is_words:
+            return encoding.ids
+        ids, unknown = self._whole_words(encoding)
+        if strict and unknown is not None:
+            low, high = unknown
             raise TokenizerError(f"{text[low:high]!r} is not in the vocabulary")
-        return encoding.ids
+        return ids
+
+    def _whole_words(self, encoding: tokenizers.Encoding) -> tuple[list[int], tuple[int, int] | None]:
+        """Ids with ``<unk>`` for each unknown word, and the characters [start, end) of the first one.
+
+        Pieces belong to numbers alone. Elsewhere the model takes them for the digits at the end of any
+        word, and a ``##`` that a text spells would join the word before it when decoded.
+        """
+        if self._unknown not in encoding.ids and self._pieces.isdisjoint(encoding.ids):
+            return encoding.ids, None
+        ids: list[int] = []
+        first: tuple[int, int] | None = None
+        for _, group in itertools.groupby(
+            zip(encoding.ids, encoding.offsets, encoding.word_ids, strict=True), key=lambda item: item[2]
+        ):
+            word = list(group)
+            start = word[0][0]
+            whole = start not in self._pieces and (len(word) == 1 or start in self._numbers)
+            ids += [i for i, _, _ in word] if whole else [self._unknown]
+            if first is None and (not whole or start == self._unknown):
+                first = (word[0][1][0], word[-1][1][1])
+        return ids, first
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """The text of ids.
@@ -160,20 +199,24 @@ def word_tokenizer(words: Sequence[str], max_number: int = 99) -> Tokenizer:
     """A word-level tokenizer from an environment's own vocabulary.
 
     Words between spaces are one token each, and so are the integers 0 to ``max_number``; a larger
-    integer is spelled with ``##`` pieces of one digit, which decode without a gap. Ids: ``<unk>``, the
-    integers, the pieces, the words in the given order, then the chat tokens. Those are not part of the
-    model's own vocabulary, so that no text can spell them.
+    integer, up to 100 digits, is spelled with ``##`` pieces of one digit, which decode without a gap.
+    Each other word of a text is one ``<unk>``. Ids: ``<unk>``, the integers, the pieces, the words in the
+    given order, then the chat tokens. Those are not part of the model's own vocabulary, so that no text
+    can spell them.
 
     Raises:
-      TokenizerError: A word twice, with a space, or one that is a number or a control token.
+      TokenizerError: A word twice, with a space, or one that is a number or a control token; or a
+        ``max_number`` below 9, with which larger integers could not begin.
     """
+    if max_number < 9:
+        raise TokenizerError(f"max_number={max_number}: at least 9 is expected")
     specials = [END_OF_TEXT, IM_START, IM_END]
     numbers = [str(n) for n in range(max_number + 1)] + [f"##{digit}" for digit in range(10)]
     seen = {*specials, *numbers, _UNKNOWN}
     for word in words:
         if not word or word.split() != [word] or word.startswith("##"):
             raise TokenizerError(f"word {word!r}: words without spaces are expected")
-        if word in seen:
+        if word in seen or _DIGITS.fullmatch(word):
             raise TokenizerError(f"word {word!r} is there twice, or is a number or a control token")
         seen.add(word)
     vocabulary = {word: i for i, word in enumerate([_UNKNOWN, *numbers, *words])}

@@ -174,16 +174,16 @@ def test_the_weights_may_be_donated(tmp_path):
 
 
 def test_tokenizer_and_end_tokens_travel_along(tmp_path):
-    tokenizer = word_tokenizer(["get", "craft"], max_number=3)
+    tokenizer = word_tokenizer(["get", "craft"], max_number=9)
     tokenizer.save(tmp_path / "tokenizer")
     saved(tmp_path / "m", tokenizer_dir=tmp_path / "tokenizer", max_position_embeddings=99)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "m" / name).read_bytes() == (tmp_path / "tokenizer" / name).read_bytes()
-    # <unk>, 0 to 3, ten pieces, two words, then <|endoftext|> 17, <|im_start|> 18, <|im_end|> 19.
+    # <unk>, 0 to 9, ten pieces, two words, then <|endoftext|> 23, <|im_start|> 24, <|im_end|> 25.
     generation = json.loads((tmp_path / "m/generation_config.json").read_text())
-    assert generation == {"eos_token_id": [19, 17], "pad_token_id": 17}
+    assert generation == {"eos_token_id": [25, 23], "pad_token_id": 23}
     config = json.loads((tmp_path / "m/config.json").read_text())
-    assert (config["eos_token_id"], config["pad_token_id"]) == (19, 17)
+    assert (config["eos_token_id"], config["pad_token_id"]) == (25, 23)
     assert config["max_position_embeddings"] == 99
 
 
@@ -199,6 +199,25 @@ def test_every_missing_shard_is_named(tmp_path):
     first.unlink()
     both = r"do not exist: model-00001-of-00002\.safetensors, model-00002-of-00002\.safetensors$"
     with pytest.raises(hf.HuggingFaceError, match=both):
+        hf.load(tmp_path, SMALL)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", None], ids=["empty", "pointer", "cut"]
+)
+def test_a_damaged_file_is_named(content, tmp_path):
+    saved(tmp_path, max_shard_bytes=8000)
+    path = tmp_path / "model-00002-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] if content is None else content)
+    with pytest.raises(hf.HuggingFaceError, match=r"00002-of-00002\.safetensors is not a whole safetensors"):
+        hf.load(tmp_path, SMALL)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": []}'])
+def test_an_index_that_names_nothing(content, tmp_path):
+    saved(tmp_path, max_shard_bytes=8000)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(hf.HuggingFaceError, match=r"index\.json: weight_map is missing or empty"):
         hf.load(tmp_path, SMALL)
 
 
@@ -353,7 +372,14 @@ def test_published_sizes_are_read(tmp_path):
         ({"rope_theta": -1}, r"rope_theta=-1: a positive number is expected"),
         ({"hidden_size": "absent"}, r"hidden_size=None: an integer is expected"),
         ({"num_hidden_layers": 2.5}, r"num_hidden_layers=2\.5: an integer is expected"),
-        ({"num_hidden_layers": 0}, r"num_layers=0: at least 1"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers=0: at least 1 is expected"),
+        ({"num_attention_heads": 0, "head_dim": None}, r"num_attention_heads=0: at least 1 is expected"),
+        ({"head_dim": 0}, r"head_dim=0: at least 1 is expected"),
+        ({"head_dim": 2.5}, r"head_dim=2\.5: an integer is expected"),
+        ({"head_dim": 9}, r"head_dim=9: rotary positions need an even size"),
+        ({"rms_norm_eps": "small"}, r"rms_norm_eps='small': a positive number is expected"),
+        ({"tie_word_embeddings": "false"}, r"tie_word_embeddings='false': true or false is expected"),
+        ({"rope_scaling": "yarn"}, r"rope_scaling='yarn': an object is expected"),
         ({"num_key_value_heads": 2}, r"num_kv_heads=2: a divisor of num_heads=3"),
         (
             {"head_dim": None, "hidden_size": 13},
@@ -370,6 +396,12 @@ def test_configurations_that_are_not_computed_are_refused(changes, message, tmp_
 
 def test_no_configuration(tmp_path):
     with pytest.raises(hf.HuggingFaceError, match=r"config\.json does not exist"):
+        hf.config_from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(hf.HuggingFaceError, match=r"config\.json is not JSON: "):
+        hf.config_from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(hf.HuggingFaceError, match=r"config\.json: a JSON object is expected, got list"):
         hf.config_from_hf(tmp_path)
 
 

@@ -96,27 +96,27 @@ def test_ids_beyond_the_tokenizer_have_no_text(make):
 
 
 def test_sampled_padding_rows_have_one_normaliser_and_no_text():
-    """A head with more rows than the tokenizer has tokens: 15 tokens, 20 rows, row 18 the likeliest."""
-    tokenizer = word_tokenizer([], max_number=0)
-    assert tokenizer.vocab_size == 15  # <unk>, 0, ten pieces, three chat tokens
+    """A head with more rows than the tokenizer has tokens: 24 tokens, 30 rows, row 28 the likeliest."""
+    tokenizer = word_tokenizer([], max_number=9)
+    assert tokenizer.vocab_size == 24  # <unk>, ten numbers, ten pieces, three chat tokens
     draw = np.random.default_rng(0)
-    head_VxH = jnp.asarray(draw.normal(size=(20, 4)), jnp.float32).at[18].set(jnp.array([2.0, 0, 0, 0]))
+    head_VxH = jnp.asarray(draw.normal(size=(30, 4)), jnp.float32).at[28].set(jnp.array([2.0, 0, 0, 0]))
     hidden_H = jnp.array([1.5, 0.1, -0.2, 0.3])
     logits_V = head_VxH @ hidden_H
-    assert int(jnp.argmax(logits_V)) == 18
-    logits_AxV = jnp.broadcast_to(logits_V, (1000, 20))
+    assert int(jnp.argmax(logits_V)) == 28
+    logits_AxV = jnp.broadcast_to(logits_V, (1000, 30))
     key_Ax2 = jnp.broadcast_to(jax.random.key_data(jax.random.key(0)), (1000, 2))
     index_A = jnp.arange(1000)
     greedy, greedy_logprob = jax.jit(sample)(logits_AxV, jnp.zeros(1000), key_Ax2, index_A)
-    assert set(greedy.tolist()) == {18}
+    assert set(greedy.tolist()) == {28}
     token_A, logprob_A = jax.jit(sample)(logits_AxV, jnp.ones(1000), key_Ax2, index_A)
-    assert len({t for t in token_A.tolist() if t >= 15}) > 1
+    assert len({t for t in token_A.tolist() if t >= 24}) > 1
     # The learner's log-prob of what was drawn is the sampler's, padding rows or not.
     hidden_AxH = jnp.broadcast_to(hidden_H, (1000, 4))
     np.testing.assert_allclose(linear_logprob(hidden_AxH, head_VxH, token_A), logprob_A, atol=1e-5)
     np.testing.assert_allclose(linear_logprob(hidden_AxH, head_VxH, greedy), greedy_logprob, atol=1e-5)
     text = tokenizer.decode(token_A.tolist())
-    assert text == tokenizer.decode([t for t in token_A.tolist() if t < 15]) != ""
+    assert text == tokenizer.decode([t for t in token_A.tolist() if t < 24]) != ""
 
 
 TEXT = st.text(st.sampled_from("ab xé🦙\ufffd\n<|im_end|>"), max_size=12)
@@ -201,13 +201,13 @@ def test_spans_in_the_published_vocabulary():
 
 
 def test_the_order_of_a_word_vocabulary():
-    tokenizer = word_tokenizer(["oak", "get"], max_number=1)
-    # <unk> 0, numbers 1 to 2, pieces 3 to 12, words, chat tokens.
-    assert tokenizer.encode("nope 0 1 oak get") == [0, 1, 2, 13, 14]
-    assert tokenizer.encode("10") == [2, 3]
-    assert (tokenizer.pad_id, tokenizer.im_start, tokenizer.im_end) == (15, 16, 17)
-    assert tokenizer.stop_ids == (17, 15)
-    assert tokenizer.vocab_size == 18
+    tokenizer = word_tokenizer(["oak", "get"], max_number=9)
+    # <unk> 0, numbers 1 to 10, pieces 11 to 20, words, chat tokens.
+    assert tokenizer.encode("nope 0 9 oak get") == [0, 1, 10, 21, 22]
+    assert tokenizer.encode("10") == [2, 11]
+    assert (tokenizer.pad_id, tokenizer.im_start, tokenizer.im_end) == (23, 24, 25)
+    assert tokenizer.stop_ids == (25, 23)
+    assert tokenizer.vocab_size == 26
 
 
 @settings(max_examples=80, deadline=None)
@@ -235,11 +235,34 @@ def test_unknown_words_are_named_when_asked():
         words().encode("get <|im_end|>", strict=True)
 
 
+def test_pieces_belong_to_numbers():
+    """A piece behind a word would make a new word, and a spelled piece would join the word before it."""
+    tokenizer = word_tokenizer(["get", "a1"], max_number=9)
+    (get,), (a1,), (one, two) = (tokenizer.encode(text) for text in ("get", "a1", "12"))
+    assert tokenizer.encode("get 12 a12 a1") == [get, one, two, 0, a1]
+    assert tokenizer.encode("get5 12") == [0, one, two]
+    assert tokenizer.encode("a1 ##2 get") == [a1, 0, get]
+    assert tokenizer.encode("##2") == [0]
+    assert tokenizer.encode("12##3 1a") == [0, 0]
+    # A policy that samples one behind a word has made a word, which is not read as another.
+    assert tokenizer.decode([a1, two]) == "a12"
+    for text, word in (("get a12", "a12"), ("a1 ##2", "##2"), ("12 <unk>", "<unk>")):
+        with pytest.raises(TokenizerError, match=rf"^'{word}' is not in the vocabulary$"):
+            tokenizer.encode(text, strict=True)
+
+
+def test_numbers_up_to_100_digits_come_back():
+    for text in ("0", "007", "21", "9" * 100):
+        assert words().decode(words().encode(text, strict=True)) == text
+    assert words().encode("9" * 101) == [0]
+
+
 @pytest.mark.parametrize(
     "bad, message",
     [
         (["oak", "oak"], r"word 'oak' is there twice"),
         (["7"], r"word '7' is there twice, or is a number"),
+        (["12345"], r"word '12345' is there twice, or is a number"),
         (["<|im_end|>"], r"word '<\|im_end\|>' is there twice, or is a number or a control token"),
         (["<unk>"], r"word '<unk>' is there twice"),
         (["oak log"], r"word 'oak log': words without spaces are expected"),
@@ -250,6 +273,11 @@ def test_unknown_words_are_named_when_asked():
 def test_words_that_are_refused(bad, message):
     with pytest.raises(TokenizerError, match=message):
         word_tokenizer(bad, max_number=9)
+
+
+def test_every_digit_must_begin_a_number():
+    with pytest.raises(TokenizerError, match=r"max_number=8: at least 9 is expected"):
+        word_tokenizer(["oak"], max_number=8)
 
 
 # --- directories -----------------------------------------------------------------------------------
@@ -280,6 +308,16 @@ def test_directories_that_are_refused(tmp_path):
     backend.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(TokenizerError, match=r"the tokenizer lacks <\|endoftext\|>, <\|im_start\|>$"):
         Tokenizer.from_directory(tmp_path)
+    # A token that is not flagged special is found in any text.
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.add_tokens(["<|im_start|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match=r"not flagged special in the tokenizer: <\|im_start\|>$"):
+        Tokenizer.from_directory(tmp_path)
+    for damaged in ("{", "{}", "version https://git-lfs.github.com/spec/v1\n"):
+        (tmp_path / "tokenizer.json").write_text(damaged)
+        with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read: "):
+            Tokenizer.from_directory(tmp_path)
 
 
 def test_ids_of_the_published_tokenizer():
