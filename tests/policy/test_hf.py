@@ -209,7 +209,7 @@ def test_a_damaged_file_is_named(content, tmp_path):
     saved(tmp_path, max_shard_bytes=8000)
     path = tmp_path / "model-00002-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-1] if content is None else content)
-    with pytest.raises(hf.HuggingFaceError, match=r"00002-of-00002\.safetensors is not a whole safetensors"):
+    with pytest.raises(hf.HuggingFaceError, match=r"00002-of-00002\.safetensors is not a whole"):
         hf.load(tmp_path, SMALL)
 
 
