@@ -1,10 +1,12 @@
 """Checkpoints: arrays by orbax, the host's counters as JSON, both or neither.
 
-A step is whole when orbax has finalized its directory; what a kill leaves behind is never restored.
+A step is whole when orbax has finalized its directory; what a kill leaves behind is never restored, and
+the next save clears it away.
 """
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,20 +40,27 @@ class Checkpointer:
         self._warn_of_remains()
 
     def _warn_of_remains(self) -> None:
-        whole = {str(step) for step in self._manager.all_steps()}
-        remains = [
-            path.name
-            for path in sorted(self._directory.iterdir())
-            if path.is_dir() and (path.name not in whole or not self._is_whole(path))
-        ]
+        remains = [path.name for path in self._remains()]
         if remains:
             warnings.warn(
                 f"{self._directory}: half-written steps are skipped: {', '.join(remains)}", stacklevel=3
             )
 
+    def _remains(self) -> list[Path]:
+        """Half-written steps: orbax's temporary directories, and steps that lack an item."""
+        whole = {str(step) for step in self.steps()}
+        return [
+            path
+            for path in sorted(self._directory.iterdir())
+            if path.is_dir()
+            and (path.name.isdigit() or ".orbax-checkpoint-tmp" in path.name)
+            and path.name not in whole
+        ]
+
     @staticmethod
     def _is_whole(path: Path) -> bool:
-        return all((path / item).is_dir() for item in ("state", "host"))
+        items = (path / "state", path / "host")
+        return all(item.is_dir() and any(item.iterdir()) for item in items)
 
     def steps(self) -> list[int]:
         """Whole steps, oldest first."""
@@ -64,9 +73,18 @@ class Checkpointer:
         return steps[-1] if steps else None
 
     def save(self, step: int, state: Any, host: Mapping[str, Any]) -> None:
-        """Saves one step; a step that is there already is left alone."""
+        """Saves one step; a step that is there already is left alone.
+
+        Half-written steps are removed first: orbax refuses to write a step again while a part of it is
+        there, and would count it among the steps to keep. One process saves at a time.
+        """
         if step in self.steps():
             return
+        remains = self._remains()
+        for path in remains:
+            shutil.rmtree(path)
+        if remains:
+            self._manager.reload()
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(dict(host))
         )

@@ -1,5 +1,8 @@
 """Checkpoints: whole or not there, bitwise, across meshes."""
 
+import shutil
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,15 +62,40 @@ def test_half_written_steps_are_skipped_with_a_warning(tmp_path):
     saver.save(10, state(), {"step": 10})
     saver.save(20, state(1), {"step": 20})
     saver.close()
-    # Step 20 lost one of its two items; 30 was being written.
-    import shutil
-
-    shutil.rmtree(tmp_path / "20" / "host")
-    (tmp_path / "30.orbax-checkpoint-tmp-1").mkdir()
-    with pytest.warns(UserWarning, match=r"half-written steps are skipped: 20, 30\.orbax"):
+    break_steps(tmp_path)
+    with pytest.warns(UserWarning, match=r"steps are skipped: 20, 30\.orbax-checkpoint-tmp-1$"):
         again = Checkpointer(tmp_path, keep=3)
     assert again.latest() == 10
     assert again.restore(abstract())[1]["step"] == 10
+
+
+def break_steps(directory, item="host", emptied=False):
+    """Step 20 loses one of its two items, and step 30 was being written."""
+    shutil.rmtree(directory / "20" / item)
+    if emptied:
+        (directory / "20" / item).mkdir()
+    (directory / "30.orbax-checkpoint-tmp-1").mkdir()
+    (directory / "notes").mkdir()  # somebody's own: no step, neither named nor touched
+
+
+@pytest.mark.parametrize(("item", "emptied"), [("host", False), ("state", False), ("state", True)])
+def test_a_resumed_run_writes_half_written_steps_again(tmp_path, item, emptied):
+    saver = Checkpointer(tmp_path, keep=2)
+    saver.save(10, state(), {"step": 10})
+    saver.save(20, state(1), {"step": 20})
+    saver.close()
+    break_steps(tmp_path, item, emptied)
+    with pytest.warns(UserWarning, match="half-written"):
+        again = Checkpointer(tmp_path, keep=2)
+    again.save(20, state(2), {"step": "20 again"})
+    # 10 is kept: the broken 20 did not count as one of the two.
+    assert again.steps() == [10, 20]
+    restored, host = again.restore(abstract())
+    assert equal(restored, state(2)) and host == {"step": "20 again"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "20", "notes"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Checkpointer(tmp_path, keep=2).latest() == 20
 
 
 @pytest.mark.parametrize("devices", [1, 2])
