@@ -234,7 +234,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "rollout.deadline_seconds": (1e-3, None),
     "rubric.writer_tokens": (1, None),
     "rubric.scorer_tokens": (1, None),
-    "rubric.writer_temperature": (0.0, 100.0),
+    "rubric.writer_temperature": (1e-3, 100.0),
     "counterfactual.branches": (2, 64),
     "counterfactual.budget": (1, None),
     "counterfactual.margin": (1e-6, 1.0),

@@ -36,6 +36,7 @@ def test_published_defaults():
     [
         ("rollout.group_size", 1, "rollout.group_size=1: at least 2 is expected"),
         ("rollout.temperature", 0.0, "rollout.temperature=0.0: between 0.001 and 100.0 is expected"),
+        ("rubric.writer_temperature", 0.0, "rubric.writer_temperature=0.0: between 0.001 and 100.0"),
         ("rollout.max_tokens", 500, "rollout.max_tokens=500: less than rollout.context_length=128"),
         ("learner.row_length", 64, "learner.row_length=64: at least rollout.context_length=128"),
         ("objective.ratio_max", 0.0, "objective.ratio_max=0.0: more than ratio_min=0.0"),

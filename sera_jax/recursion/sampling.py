@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Callable, Sequence
 
 from sera_jax.config import Config
@@ -50,7 +51,15 @@ async def sample_trees(
     version: int,
     on_tree: Callable[[Tree], None] | None = None,
 ) -> list[list[Tree]]:
-    """K = ``group_size`` trees for each of P tasks, as [P][K]; ``on_tree`` is called as each ends."""
+    """K = ``group_size`` trees for each of P tasks, as [P][K]; ``on_tree`` is called as each ends.
+
+    A task that is there twice, where a step straddles two epochs, has trees of its own each time: their
+    indices go on, and with them their sampling keys.
+    """
+    indices, seen = [], collections.Counter[str]()
+    for task in tasks:
+        indices.append(range(seen[task.id] * group_size, (seen[task.id] + 1) * group_size))
+        seen[task.id] += 1
 
     async def one(task: Task, index: int) -> Tree:
         tree = await TreeRunner(tools, actor, spec).run(task, index, version)
@@ -58,5 +67,7 @@ async def sample_trees(
             on_tree(tree)
         return tree
 
-    trees = await asyncio.gather(*(one(task, k) for task in tasks for k in range(group_size)))
+    trees = await asyncio.gather(
+        *(one(task, i) for task, group in zip(tasks, indices, strict=True) for i in group)
+    )
     return [trees[p * group_size : (p + 1) * group_size] for p in range(len(tasks))]

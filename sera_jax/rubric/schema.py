@@ -17,6 +17,8 @@ from typing import Any
 from sera_jax.types import Criterion, Failure, Rubric
 
 MIN_CRITERIA = 2
+MAX_WEIGHT = 1e6  # far above any sensible weight, far below where a sum could overflow
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class RubricError(ValueError):
@@ -63,12 +65,12 @@ def normalized(rubric: Rubric) -> Rubric:
     """The rubric with weights that sum to 1.
 
     Raises:
-      RubricError: Too few criteria, or weights that are not finite, negative or all 0.
+      RubricError: Too few criteria, or weights that are negative, above 1e6, not numbers or all 0.
     """
     if len(rubric.criteria) < MIN_CRITERIA:
         raise RubricError(f"{len(rubric.criteria)} criteria; at least {MIN_CRITERIA} are expected")
     for criterion in rubric.criteria:
-        if not math.isfinite(criterion.weight) or criterion.weight < 0:
+        if not 0 <= criterion.weight <= MAX_WEIGHT:  # also refuses NaN
             raise RubricError(f"criterion {criterion.name!r}: weight {criterion.weight} is not allowed")
     total = math.fsum(criterion.weight for criterion in rubric.criteria)
     if total <= 0:
@@ -103,6 +105,8 @@ def parse_rubric(text: str) -> Rubric:
         weight = item.get("weight", 0)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)):
             raise RubricError(f"{where}.weight: a number is expected, got {weight!r}")
+        if not 0 <= weight <= MAX_WEIGHT:  # compared before float(), which refuses huge integers
+            raise RubricError(f"{where}.weight: a number in [0, {MAX_WEIGHT:g}] is expected")
         anchors = {key: str(item.get(key, "")) for key in ("score_0", "score_full")}
         criteria.append(Criterion(name.strip(), float(weight), description.strip(), **anchors))
     names = [criterion.name for criterion in criteria]
@@ -173,6 +177,11 @@ def find_object(text: str) -> dict[str, Any]:
                 value, _ = _DECODER.raw_decode(attempt.strip())
             except json.JSONDecodeError:
                 continue
+            except RecursionError:
+                raise ValueError("the answer is nested too deeply") from None
+            # An escaped half of a character parses, but no tokenizer can hold it.
+            if _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+                raise ValueError("the answer holds half a character (a lone surrogate)")
             if isinstance(value, dict):
                 return value
     raise ValueError("no JSON object in the answer")

@@ -28,6 +28,8 @@ def test_a_compact_rubric():
         ("have 2 x ; made x w 2 ; gate made x .", "criterion 0: 'have 2 x' is not"),
         ("have 2 x w -1 ; made x w 2 ; gate made x .", "criterion 0"),
         ("have 2 x w 6 ; gate have 2 x .", "1 criteria; at least 2 are expected"),
+        ("have 2 x w 2000000 ; made x w 2 ; gate made x .", "weight 2000000.0 is not allowed"),
+        (f"made x w {'9' * 309} ; made x w {'9' * 309} ; gate made x .", "is not allowed"),
         ("have 2 x w 0 ; made x w 0 ; gate made x .", "all weights are 0"),
         ("made x w 1 ; " * 9 + "gate made x .", "9 criteria; at most 8 are expected"),
         ("gate x w 1 ; made x w 1 ; gate made x .", "criterion 0"),
