@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,22 @@ class RunMismatchError(RuntimeError):
     """The run directory was started with other settings; the message lists the differences."""
 
 
-def claim_directory(config: Config, workdir: Path) -> None:
-    """Writes ``config.json``, or refuses a directory that another configuration has begun."""
+def claim_directory(config: Config, workdir: Path, own: Mapping[str, str | None]) -> None:
+    """Writes ``config.json``, or refuses a directory that another configuration has begun.
+
+    The record of the start stays; each resumption adds its commit and versions.
+
+    Args:
+      config: The run's settings.
+      workdir: Its directory.
+      own: Names of an objective and a schedule that were passed to the loop in place of the config's.
+
+    Raises:
+      RunMismatchError: Settings, objective or schedule differ; the message lists the differences.
+    """
     path = workdir / "config.json"
     settings = config_lib.as_dict(config)
-    if path.exists():
-        old = json.loads(path.read_text())
-        if old["fingerprint"] != config_lib.fingerprint(config):
-            changes = "\n  ".join(config_lib.difference(old["config"], settings))
-            raise RunMismatchError(
-                f"{workdir} was started with other settings; choose another --workdir, or restore:\n"
-                f"  {changes}"
-            )
-    record = {
-        "config": settings,
-        "fingerprint": config_lib.fingerprint(config),
+    source = {
         "versions": {
             "sera_jax": sera_jax.__version__,
             "jax": jax.__version__,
@@ -47,6 +49,17 @@ def claim_directory(config: Config, workdir: Path) -> None:
         },
         "commit": current_commit(),
     }
+    record = {"config": settings, "fingerprint": config_lib.fingerprint(config), "own": dict(own), **source}
+    if path.exists():
+        old = json.loads(path.read_text())
+        if old["fingerprint"] != record["fingerprint"] or old["own"] != record["own"]:
+            before, after = ({**r["config"], **r["own"]} for r in (old, record))
+            changes = "\n  ".join(config_lib.difference(before, after))
+            raise RunMismatchError(
+                f"{workdir} was started with other settings; choose another --workdir, or restore:\n"
+                f"  {changes}"
+            )
+        record = {**old, "config": settings, "resumed": [*old.get("resumed", []), source]}
     write_json(path, record)
 
 

@@ -287,7 +287,11 @@ async def start_run(
 ) -> Run:
     """Builds the parts of a run, new or from its last checkpoint."""
     workdir.mkdir(parents=True, exist_ok=True)
-    claim_directory(config, workdir)
+    own = {
+        "own_objective": objective and objective.__qualname__,
+        "own_schedule": schedule and str(schedule),
+    }
+    claim_directory(config, workdir, own)
     parts = build(config)
     optimizer = make_optimizer(**dataclasses.asdict(config.optimizer))
     checkpointer = Checkpointer(workdir / "checkpoints", keep=config.run.keep_checkpoints)

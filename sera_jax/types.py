@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -42,7 +41,6 @@ __all__ = [
     "Task",
     "Tree",
     "Turn",
-    "role_counts",
 ]
 
 
@@ -174,7 +172,8 @@ class Turn:
     """One policy output of a node and the observation that answered it.
 
     ``start`` and ``end`` delimit the output in the node's token lists; ``launch_spans`` are token spans
-    in the same coordinates. ``outcome`` is the environment's typed code by name.
+    in the same coordinates. ``version`` is that of the weights that wrote it, as the engine echoed it.
+    ``outcome`` is the environment's typed code by name.
     """
 
     index: int
@@ -186,6 +185,7 @@ class Turn:
     observation: str = ""
     launch_spans: tuple[tuple[int, int], ...] = ()
     launches: list[int] = dataclasses.field(default_factory=list)
+    version: int = 0
 
 
 @dataclasses.dataclass
@@ -226,7 +226,6 @@ class Node:
     success: bool | None = None
     score: ScoreRecord | None = None
     evidence: str = ""
-    prompt_hash: str = ""
 
 
 @dataclasses.dataclass
@@ -282,11 +281,3 @@ class Sample:
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])
-
-
-def role_counts(samples: Sequence[Sample]) -> dict[str, int]:
-    """Tokens by role over ``samples``, for reports."""
-    total = np.zeros(len(Role), np.int64)
-    for sample in samples:
-        total += np.bincount(sample.roles, minlength=len(Role))
-    return {role.name.lower(): int(total[role]) for role in Role}

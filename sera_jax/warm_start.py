@@ -33,7 +33,7 @@ from sera_jax.recursion.sampling import tree_spec
 from sera_jax.report.metrics import MetricsWriter
 from sera_jax.report.progress import Progress
 from sera_jax.rubric import compact
-from sera_jax.types import Completion, Purpose, Role, Sample, Stage, Task, Tree
+from sera_jax.types import Completion, Failure, Purpose, Role, Sample, Stage, Task, Tree
 
 _BLOCK = 400  # samples that are packed together: packing looks at every open row
 
@@ -91,12 +91,24 @@ async def demonstrations(config: Config, parts: Parts, progress: Progress) -> li
         task = demonstration_task(parts, number, config.seed)
         actor = demonstrator(config, parts, number)
         tree = await TreeRunner(tools, actor, spec).run(task, number, version=-1)
-        if tree.error:
-            raise RuntimeError(f"a scripted tree failed: {tree.error}")
+        check_demonstration(tree)
         samples.extend(tree_samples(tree))
         samples.extend(extra_scores(tree, parts, settings.scorer_examples, number, config.seed))
         progress.advance(f"{len(samples)} samples")
     return samples
+
+
+def check_demonstration(tree: Tree) -> None:
+    """A fault of the script or the protocol must not be taught.
+
+    Raises:
+      RuntimeError: A node, a rubric or a score of the tree failed; the message says how.
+    """
+    faults = [tree.error, *(node.error for node in tree.nodes)]
+    records = [*(launch.rubric for launch in tree.launches), *(node.score for node in tree.nodes)]
+    faults += [r.text for r in records if r is not None and r.failure == Failure.REQUEST]
+    for fault in filter(None, faults):
+        raise RuntimeError(f"a scripted tree of task {tree.task.id} failed: {fault}")
 
 
 def demonstration_task(parts: Parts, number: int, seed: int) -> Task:

@@ -16,12 +16,14 @@ import pytest
 from experiments.configs import textcraft_sera
 from sera_jax.learner.packing import pack
 from sera_jax.learner.update import row_logprobs
-from sera_jax.objectives import LossOutputs
+from sera_jax.objectives import LossOutputs, supervised
 from sera_jax.recursion.assignment import assign_credit, execution_samples
 from sera_jax.report.metrics import read_metrics
 from sera_jax.run_directory import RunMismatchError
+from sera_jax.schedule import Schedule
 from sera_jax.train import RolloutError, check_trees, train
 from sera_jax.types import Stage
+from sera_jax.warm_start import check_demonstration
 from tests.support import trees as T
 
 SMOKE = textcraft_sera.make("smoke")
@@ -159,6 +161,28 @@ def test_a_changed_configuration_is_refused_with_the_difference(whole):
     changed = dataclasses.replace(steps(6), seed=1)
     with pytest.raises(RunMismatchError, match=r"seed: 0 -> 1"):
         train(changed, workdir)
+    with pytest.raises(RunMismatchError, match=r"own_objective: None -> 'supervised'"):
+        train(steps(6), workdir, objective=supervised)
+    with pytest.raises(RunMismatchError, match=r"own_schedule: None -> 'execution:1'"):
+        train(steps(6), workdir, schedule=Schedule.parse("execution:1"))
+
+
+def test_each_resumption_is_recorded_and_the_start_stays(whole, tmp_path):
+    train(steps(0), tmp_path)
+    first = json.loads((tmp_path / "config.json").read_text())
+    assert "resumed" not in first
+    train(steps(0), tmp_path)
+    second = json.loads((tmp_path / "config.json").read_text())
+    assert second["versions"] == first["versions"] and len(second["resumed"]) == 1
+
+
+def test_a_failed_demonstration_is_not_taught():
+    tools = T.toolbox()
+    tree = T.play(tools, T.oracle_actor(tools, launch_probability=1.0), T.spec())
+    check_demonstration(tree)
+    tree.nodes[1].error = "TokenizerError: 'x' is not in the vocabulary"
+    with pytest.raises(RuntimeError, match=r"task toy.a3a.2.test failed: TokenizerError: 'x'"):
+        check_demonstration(tree)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

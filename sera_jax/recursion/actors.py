@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from envs.base import NodeView, World
-from sera_jax.rollout.engine import Engine, Request, SamplingParams, derive_key
+from sera_jax.rollout.engine import Engine, EngineError, Request, SamplingParams, derive_key
 from sera_jax.rubric.contexts import ScorerContext, WriterContext
 from sera_jax.types import Completion, Purpose
 
@@ -74,11 +74,19 @@ class PolicyActor:
         return self._engine.context_length
 
     async def complete(self, call: Call) -> Completion:
-        """See :class:`Actor`; the key is a function of the run's seed and the call's path alone."""
+        """See :class:`Actor`; the key is a function of the run's seed and the call's path alone.
+
+        The path begins with the version of the weights; a completion of other weights is refused.
+        """
         key = derive_key(self._seed, *call.path)
-        return await self._engine.generate(
+        completion = await self._engine.generate(
             Request(ids=call.ids, params=call.params, key=key, session=call.session)
         )
+        if completion.version != call.path[0]:
+            raise EngineError(
+                f"a completion of version {completion.version} came where version {call.path[0]} is sampled"
+            )
+        return completion
 
     async def end_session(self, session: str) -> None:
         """See :class:`Actor`."""

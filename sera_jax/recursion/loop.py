@@ -140,19 +140,32 @@ class TreeRunner:
                     await self._tick()
                 await self._score_children()
         except TimeoutError:
-            self._count("deadline")
-            for run in self._runs:
-                if run.node.stop is None:
-                    run.node.stop = StopReason.DEADLINE
-                    self._ended_sessions.append(self._session(run.node))
+            self._give_up(StopReason.DEADLINE)
+        except Exception as error:  # a fault in here or in the environment costs this tree, not the run
+            self._give_up(StopReason.ERROR)
+            self._tree.error = f"fault: {type(error).__name__}: {error}"
         for session in self._ended_sessions:
             await self._actor.end_session(session)
         root = self._tree.root
-        if root.stop in _UNFINISHED:
+        if root.stop in _UNFINISHED and not self._tree.error:
             self._tree.error = f"{root.stop}: {root.error}"
         self._count("worlds", self._budget.created)
         self._tree.counters = dict(self._counters)
         return self._tree
+
+    def _give_up(self, stop: StopReason) -> None:
+        """Ends what is live and marks scores that will not come, so that both are counted by cause."""
+        for run in self._runs:
+            if run.node.stop is None:
+                run.node.stop = stop
+                self._count(f"stop/{stop}")
+                self._ended_sessions.append(self._session(run.node))
+        for node, record in self._to_score():
+            if node.score is None:
+                lost = ScoreRecord(record.hash, None, failure=Failure.REQUEST)
+                node.score = self._unasked_score(node, record) or lost
+                if node.score.failure:
+                    self._count(f"score_failed/{node.score.failure}")
 
     # --- ticks ---------------------------------------------------------------------------------
 
@@ -207,7 +220,9 @@ class TreeRunner:
         start = len(node.token_ids)
         self._extend(node, completion.ids, Role.EXECUTE, completion.logprobs)
         reply = tools.renderer.reply_text(completion.ids)
-        turn = Turn(len(node.turns), start, len(node.token_ids), reply, completion.stop)
+        turn = Turn(
+            len(node.turns), start, len(node.token_ids), reply, completion.stop, version=completion.version
+        )
         node.turns.append(turn)
         run.messages.append(("assistant", reply))
         run.view.turn += 1
@@ -234,6 +249,9 @@ class TreeRunner:
             return
         except Exception as error:  # a fault of the environment must not take the tree with it
             self._end(run, StopReason.ERROR, error=f"{type(error).__name__}: {error}")
+            return
+        if not request.goals:  # nothing to wait for
+            self._advance(run, [])
             return
         run.launches = [self._new_launch(run, goal) for goal in request.goals]
         run.reports = [None] * len(run.launches)
@@ -408,14 +426,10 @@ class TreeRunner:
     async def _score_children(self) -> None:
         """Scores every child whose launch has a rubric; the gate comes first, then the scorer."""
         asked: list[tuple[Node, RubricRecord, Call]] = []
-        for launch in self._tree.launches:
-            if launch.rubric is None or (self._spec.rubrics == "groups" and not launch.is_group):
-                continue
-            for child in launch.children:
-                node = self._tree.nodes[child]
-                node.score = self._unasked_score(node, launch.rubric)
-                if node.score is None:
-                    asked.append((node, launch.rubric, self._score_call(node, launch.rubric)))
+        for node, record in self._to_score():
+            node.score = self._unasked_score(node, record)
+            if node.score is None:
+                asked.append((node, record, self._score_call(node, record)))
         answers = await asyncio.gather(
             *(self._complete(call) for _, _, call in asked), return_exceptions=True
         )
@@ -424,6 +438,15 @@ class TreeRunner:
         for node in self._tree.nodes:
             if node.score is not None and node.score.failure:
                 self._count(f"score_failed/{node.score.failure}")
+
+    def _to_score(self) -> list[tuple[Node, RubricRecord]]:
+        """Children whose launch has a rubric that is meant for scores."""
+        return [
+            (self._tree.nodes[child], launch.rubric)
+            for launch in self._tree.launches
+            if launch.rubric is not None and (self._spec.rubrics != "groups" or launch.is_group)
+            for child in launch.children
+        ]
 
     def _unasked_score(self, node: Node, record: RubricRecord) -> ScoreRecord | None:
         if record.rubric is None:

@@ -23,7 +23,7 @@ def tree_metrics(trees: Sequence[Sequence[Tree]], environment: Any) -> dict[str,
     by verified success, for which the scorer's gate and every mark equal the program's grade of the
     same rubric on the same evidence; they need an environment with ``grade``.
     ``judge/accuracy_succeeded`` and ``judge/accuracy_failed`` compare the score, cut at one half, with
-    verified success itself, over children that ended by their own decision or ran out of turns.
+    verified success itself, over all children with both.
     """
     flat = [tree for group in trees for tree in group]
     metrics: dict[str, float] = {"trees": len(flat), "trees_invalid": sum(bool(t.error) for t in flat)}
@@ -41,7 +41,7 @@ def tree_metrics(trees: Sequence[Sequence[Tree]], environment: Any) -> dict[str,
     if verified:
         metrics["env/child_success"] = float(np.mean(verified))
     metrics |= _scores(children, valid, environment)
-    metrics |= _counts(valid)
+    metrics |= _counts(flat)
     return metrics
 
 

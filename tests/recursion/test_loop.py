@@ -1,11 +1,15 @@
 """The agent loop on scripted trees: what each stage makes, budgets, commits, failures."""
 
+import asyncio
 import dataclasses
 
 import numpy as np
 import pytest
 
+from envs.base import LaunchRequest, TurnOutcome
 from sera_jax.recursion.counterfactual import ForkBudget
+from sera_jax.recursion.loop import TreeRunner
+from sera_jax.recursion.sampling import sample_trees
 from sera_jax.rubric.schema import rubric_hash
 from sera_jax.types import Failure, Purpose, Role, Stage, StopReason
 from tests.support import trees as T
@@ -263,8 +267,6 @@ def test_a_deadline_ends_a_tree_that_never_finishes():
         context_length = T.CONTEXT
 
         async def complete(self, call):
-            import asyncio
-
             await asyncio.sleep(60)
 
         async def end_session(self, session):
@@ -272,6 +274,83 @@ def test_a_deadline_ends_a_tree_that_never_finishes():
 
     tree = T.play(tools, Hanging(), T.spec(deadline_seconds=0.05))
     assert tree.root.stop == StopReason.DEADLINE and tree.error.startswith("deadline")
+
+
+def test_a_deadline_while_scoring_is_counted_and_never_a_zero():
+    tools = T.toolbox()
+    child = {(1, t): f"info a1{'abcde'[t % 5]} ." for t in range(8)}
+    # Node 1 finishes and waits for its score, node 2 runs out of turns.
+    play = scripted({(0, 0): "launch 1 a1a , 1 a1b ."})
+    base = T.scripted_actor(tools, lambda c: child[1, c.view.turn] if _is(c, "1 a1b") else play(c))
+
+    class SlowScorer:
+        context_length = T.CONTEXT
+
+        async def complete(self, call):
+            if call.purpose == Purpose.SCORE:
+                await asyncio.sleep(60)
+            return await base.complete(call)
+
+        async def end_session(self, session):
+            pass
+
+    tree = T.play(tools, SlowScorer(), T.spec(deadline_seconds=0.5))
+    waiting, unfinished = tree.nodes[1].score, tree.nodes[2].score
+    assert not tree.error and waiting.value is None and waiting.failure == Failure.REQUEST
+    assert unfinished.value == 0.0 and unfinished.gated
+    assert tree.counters["score_failed/request"] == 1
+
+
+def _is(call, goal):
+    return call.purpose == Purpose.EXECUTE and call.view.goal.text == goal
+
+
+@pytest.mark.parametrize("method", ["launch_spans", "verify", "evidence", "snapshot"])
+def test_a_fault_of_the_environment_costs_the_tree_and_not_the_run(method, monkeypatch):
+    tools = T.toolbox()
+
+    def broken(*_):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(tools.environment, method, broken)
+    tree = T.play(tools, T.scripted_actor(tools, scripted({(0, 0): "launch 1 a1a ."})), T.spec())
+    assert tree.error == "fault: KeyError: 'a bug'" and not tree.success
+    assert tree.counters["stop/error"] >= 1
+
+
+def test_a_launch_of_nothing_goes_on_at_once(monkeypatch):
+    tools = T.toolbox()
+
+    def turn(view, world, reply):
+        reports = yield LaunchRequest(())
+        return TurnOutcome("", "finish", finished=True, message=f"{len(reports)} children")
+
+    monkeypatch.setattr(tools.environment, "turn", turn)
+    tree = T.play(tools, T.scripted_actor(tools, scripted({})), T.spec())
+    assert tree.root.finish_message == "0 children" and not tree.launches
+
+
+def test_a_completion_of_other_weights_is_refused():
+    tools = T.toolbox()
+    cfg, params = T.tiny_policy(tools)
+    actor = T.policy_actor(cfg, params)  # serves version 0
+    tree = asyncio.run(TreeRunner(tools, actor, T.spec()).run(T.toy_task(), 0, version=3))
+    assert "a completion of version 0 came where version 3 is sampled" in tree.error
+    tree = T.play(tools, T.policy_actor(cfg, params), T.spec())
+    assert {turn.version for node in tree.nodes for turn in node.turns} == {0}
+
+
+def test_a_task_that_is_there_twice_has_trees_of_its_own():
+    tools = T.toolbox()
+    cfg, params = T.tiny_policy(tools)
+    task = T.toy_task()
+    groups = asyncio.run(
+        sample_trees(tools, T.policy_actor(cfg, params), T.spec(), [task, T.toy_task("a1b"), task], 2, 0)
+    )
+    assert [[tree.index for tree in group] for group in groups] == [[0, 1], [0, 1], [2, 3]]
+    assert not any(tree.error for group in groups for tree in group)
+    ids = [tuple(tree.root.token_ids) for tree in (*groups[0], *groups[2])]
+    assert len(set(ids)) == 4
 
 
 @pytest.mark.parametrize("stage", list(Stage))
